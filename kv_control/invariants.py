@@ -1,0 +1,104 @@
+"""Conservation laws of the control plane, callable after every step.
+
+For:        failing where the books stop balancing, not days later.
+Not for:    repairing anything.
+May import: the standard library, numpy, kv_common.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_common.errors import InvariantError
+from kv_common.pages import pages_for_tokens
+from kv_control.control_plane import ControlPlane
+from kv_control.page_map import NO_PAGE
+from kv_control.plan import StepPlan
+from kv_control.request import RequestStatus
+from kv_control.scheduler import Scheduler
+
+
+def check_invariants(
+    control: ControlPlane, scheduler: Scheduler | None = None, *, plan: StepPlan | None = None
+) -> None:
+    """Check every law below; costs a pass over the pool and the table.
+
+    - Free and held pages are disjoint and together are the pool, each free page listed once.
+    - A page has as many holders as the allocator counts; nobody holds a free page.
+    - Every table row holds exactly its count of pages, all inside the pool, none twice, then ``NO_PAGE``;
+      rows without a request hold none.
+    - Tokens written fit the pages held; rows without a request have none written.
+    - With ``scheduler``: running requests' handles are live and agree on what is written; waiting ones hold
+      nothing; all that run arrived before all that wait.
+    - With ``plan``: no page of the step is dirty.
+
+    Raises:
+      InvariantError: a law does not hold; the message names the pages, rows or requests.
+    """
+    _check_pool(control)
+    _check_rows(control)
+    if scheduler is not None:
+        _check_requests(control, scheduler)
+    if plan is not None:
+        named = plan.table.kv_indices[: plan.table.kv_indptr[-1]]
+        _require_none(control.allocator.dirty_among(named), "pages of a running step are dirty")
+
+
+def _check_pool(control: ControlPlane) -> None:
+    allocator, page_map = control.allocator, control.page_map
+    listed = np.bincount(allocator.free_pages, minlength=control.num_pages)
+    held = allocator.references > 0
+    _require_none(np.flatnonzero(listed > 1), "pages are in the free list twice")
+    _require_none(np.flatnonzero((listed > 0) & held), "pages are free and held at once")
+    _require_none(np.flatnonzero((listed == 0) & ~held), "pages are neither free nor held")
+    if allocator.num_free + allocator.num_held != control.num_pages:
+        raise InvariantError(f"{allocator.num_free} free + {allocator.num_held} held pages are not {control.num_pages}")
+    table = page_map.table
+    inside = (table >= 0) & (table < control.num_pages)
+    holders = np.bincount(table[inside], minlength=control.num_pages)
+    wrong = np.flatnonzero(holders != allocator.references)
+    _require_none(wrong, "pages have other holders than the allocator counts")
+
+
+def _check_rows(control: ControlPlane) -> None:
+    table, counts, written = control.page_map.table, control.page_map.counts, control.written
+    live = np.zeros(len(counts), np.bool_)
+    live[control.page_map.live_rows] = True
+    used = np.arange(table.shape[1]) < counts[:, None]
+    inside = (table >= 0) & (table < control.num_pages)
+    _require_none(np.flatnonzero((used & ~inside).any(axis=1)), "rows hold something that is no page")
+    _require_none(np.flatnonzero((~used & (table != NO_PAGE)).any(axis=1)), "rows keep pages behind their end")
+    _require_none(np.flatnonzero(~live & (counts > 0)), "rows without a request hold pages")
+    _require_none(np.flatnonzero(~live & (written > 0)), "rows without a request have tokens written")
+    needed = pages_for_tokens(written, control.layout.tokens_per_page)
+    _require_none(np.flatnonzero(needed > counts), "rows have more tokens written than their pages hold")
+    in_order = np.sort(table, axis=1)
+    twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != NO_PAGE)
+    _require_none(np.flatnonzero(twice.any(axis=1)), "rows hold a page twice")
+
+
+def _check_requests(control: ControlPlane, scheduler: Scheduler) -> None:
+    running, waiting = scheduler.running, scheduler.waiting
+    for request in running:
+        handle = request.handle
+        if request.status is not RequestStatus.RUNNING or handle is None or not control.page_map.is_live(handle):
+            raise InvariantError(f"request {request.id} runs without a live row: {handle}")
+        if scheduler.request_of(handle) is not request:
+            raise InvariantError(f"request {request.id}: row {handle.row} belongs to another")
+        if control.num_written(handle) != request.num_computed:
+            raise InvariantError(
+                f"request {request.id} has computed {request.num_computed} tokens, "
+                f"{control.num_written(handle)} are written"
+            )
+    for request in waiting:
+        if request.status is not RequestStatus.WAITING or request.handle is not None or request.num_computed:
+            raise InvariantError(f"request {request.id} waits and still holds {request.handle}")
+    arrivals = [request.arrival for request in (*running, *waiting)]
+    if arrivals != sorted(set(arrivals)):
+        raise InvariantError(f"requests are not in order of arrival: {arrivals}")
+
+
+def _require_none(found: NDArray[np.integer], law: str) -> None:
+    if len(found):
+        raise InvariantError(f"{law}: {found.tolist()}")

@@ -1,0 +1,189 @@
+"""Which pages each running request holds, in order, behind handles that go stale safely.
+
+For:        request to pages, in a table of one int32 per page (never one per token).
+Not for:    which pages are free (allocator) or how many tokens are written (control_plane).
+May import: the standard library, numpy, kv_common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kv_common.errors import ConfigError, PageStateError, StaleHandleError
+from kv_control.plan import RequestHandle
+
+NO_PAGE = -1
+"""Fills table entries that hold no page: outside every pool, and refused by whoever takes page ids."""
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+class PageMap:
+    """An int32 table ``[max_num_seqs, max_pages_per_request]`` of page ids; unused entries are ``NO_PAGE``.
+
+    Rows are handed out 0, 1, 2, ...; a released row is the next to be handed out.
+
+    >>> page_map = PageMap(max_num_seqs=2, max_pages_per_request=3)
+    >>> handle = page_map.acquire()
+    >>> page_map.extend(handle, [4, 0])
+    >>> page_map.pages(handle).tolist(), page_map.table[0].tolist()
+    ([4, 0], [4, 0, -1])
+    >>> page_map.release(handle).tolist(), page_map.table[0].tolist()
+    ([4, 0], [-1, -1, -1])
+    >>> page_map.pages(handle)
+    Traceback (most recent call last):
+    ...
+    kv_common.errors.StaleHandleError: row 0, epoch 1: this request has been released
+    """
+
+    __slots__ = ("_block_epoch", "_counts", "_epochs", "_free_rows", "_table")
+
+    def __init__(self, max_num_seqs: int, max_pages_per_request: int) -> None:
+        if max_num_seqs < 1 or max_pages_per_request < 1:
+            raise ConfigError(
+                f"max_num_seqs={max_num_seqs}, max_pages_per_request={max_pages_per_request}: both must be at least 1"
+            )
+        self._table = np.full((max_num_seqs, max_pages_per_request), NO_PAGE, np.int32)
+        self._counts = np.zeros(max_num_seqs, np.int64)
+        self._epochs = np.zeros(max_num_seqs, np.int64)  # odd while the row is held
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._block_epoch = 0
+
+    @property
+    def block_epoch(self) -> int:
+        """Moves with every change of any request's pages or rows; while it stands still, so do they all."""
+        return self._block_epoch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the map's arrays."""
+        return self._table.nbytes + self._counts.nbytes + self._epochs.nbytes
+
+    @property
+    def num_rows_free(self) -> int:
+        """Requests that ``acquire`` can still take in."""
+        return len(self._free_rows)
+
+    @property
+    def table(self) -> Int32:
+        """int32 ``[max_num_seqs, max_pages_per_request]``, a read-only view (the padded block table)."""
+        view = self._table.view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def live_rows(self) -> Int64:
+        """int64, rows that are held."""
+        return np.flatnonzero(self._epochs & 1)
+
+    @property
+    def counts(self) -> Int64:
+        """int64 ``[max_num_seqs]``, pages held by each row."""
+        return self._counts.copy()
+
+    def acquire(self) -> RequestHandle | None:
+        """A row without pages, or None when all are held."""
+        if not self._free_rows:
+            return None
+        row = self._free_rows.pop()
+        self._epochs[row] += 1
+        self._block_epoch += 1
+        return RequestHandle(row, int(self._epochs[row]))
+
+    def release(self, handle: RequestHandle) -> Int32:
+        """Give the row back; returns the pages it held, int32. The handle is stale from now on."""
+        pages = self.truncate(handle, 0)
+        self._epochs[handle.row] += 1
+        self._free_rows.append(handle.row)
+        return pages
+
+    def is_live(self, handle: RequestHandle) -> bool:
+        """Whether the handle's request still holds its row."""
+        return 0 <= handle.row < len(self._epochs) and bool(self._epochs[handle.row] == handle.epoch)
+
+    def pages(self, handle: RequestHandle) -> Int32:
+        """int32 ``[num_pages]``, the request's pages in order; a copy."""
+        row = self._row(handle)
+        return self._table[row, : self._counts[row]].copy()
+
+    def num_pages(self, handle: RequestHandle) -> int:
+        """Pages the request holds."""
+        return int(self._counts[self._row(handle)])
+
+    def extend(self, handle: RequestHandle, pages: ArrayLike) -> None:
+        """Add pages at the end of a request's list."""
+        added = np.asarray(pages, np.int32)
+        self.extend_rows(np.array([self._row(handle)]), np.array([len(added)]), added)
+
+    def truncate(self, handle: RequestHandle, num_pages: int) -> Int32:
+        """Keep the first ``num_pages`` pages; returns the others, int32, in order."""
+        row = self._row(handle)
+        count = int(self._counts[row])
+        dropped = self._table[row, num_pages:count].copy()
+        self._table[row, num_pages:count] = NO_PAGE
+        self._counts[row] = min(count, num_pages)
+        self._block_epoch += 1
+        return dropped
+
+    def rows_of(self, handles: Sequence[RequestHandle]) -> Int64:
+        """int64 ``[len(handles)]``, the rows of live handles.
+
+        Raises:
+          StaleHandleError: one of them has been released; it is named.
+        """
+        rows = np.array([handle.row for handle in handles], np.int64)
+        epochs = np.array([handle.epoch for handle in handles], np.int64)
+        known = (rows >= 0) & (rows < len(self._epochs))
+        stale = ~known | (self._epochs[np.where(known, rows, 0)] != epochs)
+        if stale.any():
+            raise _stale(handles[int(stale.argmax())])
+        return rows
+
+    def extend_rows(self, rows: Int64, num_added: Int64, pages: Int32) -> None:
+        """Add ``num_added[i]`` of ``pages`` to each of the distinct ``rows``, in order.
+
+        Raises:
+          PageStateError: a row would hold more than ``max_pages_per_request``; nothing has changed.
+        """
+        counts = self._counts[rows] + num_added
+        if (counts > self._table.shape[1]).any():
+            i = int((counts > self._table.shape[1]).argmax())
+            raise PageStateError(
+                f"row {rows[i]} would hold {counts[i]} pages, a request holds at most {self._table.shape[1]}"
+            )
+        self._table[_entries(rows, self._counts[rows], num_added)] = pages
+        self._counts[rows] = counts
+        if len(pages):
+            self._block_epoch += 1
+
+    def first_pages(self, rows: Int64, num_wanted: Int64) -> Int32:
+        """int32 ``[sum(num_wanted)]``, the first ``num_wanted[i]`` pages of each row, row after row.
+
+        Raises:
+          PageStateError: a row holds fewer; what lies behind them is no page.
+        """
+        short = num_wanted > self._counts[rows]
+        if short.any():
+            i = int(short.argmax())
+            raise PageStateError(f"row {rows[i]} holds {self._counts[rows[i]]} pages, {num_wanted[i]} are needed")
+        return self._table[_entries(rows, np.zeros_like(rows), num_wanted)]
+
+    def _row(self, handle: RequestHandle) -> int:
+        if not self.is_live(handle):
+            raise _stale(handle)
+        return handle.row
+
+
+def _stale(handle: RequestHandle) -> StaleHandleError:
+    return StaleHandleError(f"row {handle.row}, epoch {handle.epoch}: this request has been released")
+
+
+def _entries(rows: Int64, first: Int64, count: Int64) -> tuple[Int64, Int64]:
+    """Table indices of ``count[i]`` entries of ``rows[i]`` from column ``first[i]`` on, row after row."""
+    begins = np.cumsum(count) - count
+    columns = np.arange(int(count.sum())) + np.repeat(first - begins, count)
+    return np.repeat(rows, count), columns

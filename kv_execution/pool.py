@@ -1,0 +1,120 @@
+"""Pool arrays: made under their sharding, scrubbed and poisoned page by page, all layers in one dispatch.
+
+For:        the K and V arrays of every layer and the overwriting of recycled pages.
+Not for:    knowing which pages are dirty (kv_control) or how heads are spread (sharding).
+May import: kv_common, kv_control, jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from numpy.typing import NDArray
+
+from kv_common.errors import ConfigError
+from kv_common.layout import KvStorageLayoutV1
+
+Pools = Any
+"""A pytree of pool arrays, each ``[num_pages, tokens_per_page, heads, head_dim]``."""
+
+POOL_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+PAGE_RUNGS = (8, 64, 512)
+"""Lengths to which page lists are padded: one compiled program each, longer lists go in pieces."""
+
+
+def pool_dtype(dtype: str) -> jnp.dtype:
+    """The jnp dtype of a pool.
+
+    Raises:
+      ConfigError: the dtype needs scales (int8, int4, fp8), which this version does not keep.
+    """
+    if dtype not in POOL_DTYPES:
+        raise ConfigError(
+            f"paged_kv_dtype={dtype!r} needs scales, which are not served yet: choose one of {', '.join(POOL_DTYPES)}"
+        )
+    return jnp.dtype(POOL_DTYPES[dtype])
+
+
+def pool_struct(layout: KvStorageLayoutV1, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of one layer's K pool (V's are the same)."""
+    return jax.ShapeDtypeStruct(layout.pool_shape, pool_dtype(layout.dtype), sharding=sharding)
+
+
+def create_zeroed(structs: Any) -> Any:
+    """Zeroed arrays for a pytree of ``ShapeDtypeStruct``, each created under its own sharding.
+
+    No device ever holds more than its shards: the zeros are made there, not made whole and spread.
+    """
+    shardings = jax.tree.map(lambda struct: struct.sharding, structs)
+    make = jax.jit(
+        lambda: jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), structs),
+        out_shardings=shardings,
+    )
+    return make()
+
+
+def create_pools(
+    layout: KvStorageLayoutV1, sharding: Sharding | None = None
+) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Zeroed ``(k_pool, v_pool)`` of each of ``layout.num_layers`` layers."""
+    struct = pool_struct(layout, sharding)
+    return create_zeroed(tuple((struct, struct) for _ in range(layout.num_layers)))
+
+
+class Scrubber:
+    """Overwrites whole pages of every pool in one donated dispatch.
+
+    At most ``len(PAGE_RUNGS)`` programs exist for a given pytree of pools, however many pages are
+    named; scrubbing and poisoning share them.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._overwrite = jax.jit(_overwrite_pages, donate_argnums=0)
+
+    def scrub(self, pools: Pools, pages: NDArray[np.int32]) -> Pools:
+        """Zero exactly ``pages`` (int32 ``[n]``, in range) of every leaf; the arguments are donated."""
+        return self._run(pools, pages, 0.0)
+
+    def poison(self, pools: Pools, pages: NDArray[np.int32]) -> Pools:
+        """Fill exactly ``pages`` with NaN, so that a stray read shows (``paged_poison_on_free``)."""
+        return self._run(pools, pages, np.nan)
+
+    def warm_up(self, pools: Pools) -> Pools:
+        """Compile every program, changing nothing."""
+        for rung in PAGE_RUNGS:
+            pools = self._overwrite(pools, self._padding(rung), np.float32(0.0))
+        return pools
+
+    def _run(self, pools: Pools, pages: NDArray[np.int32], value: float) -> Pools:
+        for piece in pieces_of(np.asarray(pages, np.int32)):
+            padded = self._padding(next(rung for rung in PAGE_RUNGS if len(piece) <= rung))
+            padded[: len(piece)] = piece
+            pools = self._overwrite(pools, padded, np.float32(value))
+        return pools
+
+    def _padding(self, rung: int) -> NDArray[np.int32]:
+        return np.full(rung, self._num_pages, np.int32)
+
+
+def pieces_of(pages: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
+    """``pages`` in pieces of at most the longest rung; nothing for an empty list.
+
+    >>> [len(piece) for piece in pieces_of(np.arange(1030, dtype=np.int32))]
+    [512, 512, 6]
+    """
+    for start in range(0, len(pages), PAGE_RUNGS[-1]):
+        yield pages[start : start + PAGE_RUNGS[-1]]
+
+
+def _overwrite_pages(pools: Pools, pages: jax.Array, value: jax.Array) -> Pools:
+    """``pages``: int32, padded with ``num_pages``, one past the end, which ``mode="drop"`` discards."""
+    return jax.tree.map(
+        lambda pool: pool.at[pages].set(value.astype(pool.dtype), mode="drop", wrap_negative_indices=False),
+        pools,
+    )

@@ -1,0 +1,248 @@
+"""The one owner of a step's order: reserve, scrub, confirm, plan, build, run.
+
+Warm-up, the driver, the engine's entry points and every paged benchmark make the same two calls,
+``prepare_step`` and ``run_step``. There is no other paged loop.
+
+For:        mechanics: pages, pools, arrays and the jitted program.
+Not for:    policy: which request runs, waits or is preempted (driver.py, kv_control.scheduler).
+May import: kv_common, kv_control, jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from kv_control.control_plane import ControlPlane
+from kv_control.plan import RequestHandle, RequestSlice, StepPlan
+from kv_execution.compile_events import CompileCounter
+from kv_execution.metadata import StepInputs
+from kv_execution.model import PagedModel, Params
+from kv_execution.pool import Scrubber
+from kv_execution.step import StepOutputs, make_step_program
+from kv_execution.step_inputs import build_step_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step whose pages are held, scrubbed and planned, and whose arrays are built."""
+
+    plan: StepPlan
+    inputs: StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class SliceResult:
+    """What one slice of a step brought.
+
+    Attributes:
+      slice: the slice it belongs to: results are attributed by the batch that ran, never by a cursor.
+      token: the sampled token, None where the slice did not sample.
+      logprob: its logprob under the unmodified model distribution.
+      ok: False where the logits were not finite; then ``token`` means nothing.
+      target_logprobs: float32 ``[n]`` beside ``slice.targets``, NaN where none was wanted; None without targets.
+    """
+
+    slice: RequestSlice
+    token: int | None
+    logprob: float
+    ok: bool
+    target_logprobs: NDArray[np.float32] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A step that was dispatched; its results may still be on their way.
+
+    Attributes:
+      plan: the batch as it ran.
+      outputs: device arrays.
+      backend: name of the attention backend that ran.
+    """
+
+    plan: StepPlan
+    outputs: StepOutputs
+    backend: str
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Tokens each slice ran."""
+        return tuple(request.num_tokens for request in self.plan.slices)
+
+    def read(self) -> list[SliceResult]:
+        """Wait for the step and attribute its results, in batch order. One small read."""
+        wants_targets = any(request.targets is not None for request in self.plan.slices)
+        tokens, logprobs, ok, scored = jax.device_get(
+            (
+                self.outputs.tokens,
+                self.outputs.logprobs,
+                self.outputs.ok,
+                self.outputs.target_logprobs if wants_targets else None,
+            )
+        )
+        results, sampled, target = [], 0, 0
+        for request in self.plan.slices:
+            token, logprob, fine, targets = None, float("nan"), True, None
+            if request.targets is not None:
+                wanted = request.targets >= 0
+                count = int(wanted.sum())
+                targets = np.full(request.num_tokens, np.nan, np.float32)
+                targets[wanted] = scored[target : target + count]
+                target += count
+                fine = bool(np.isfinite(targets[wanted]).all())
+            if request.sample is not None:
+                token, logprob = int(tokens[sampled]), float(logprobs[sampled])
+                fine = fine and bool(ok[sampled])
+                sampled += 1
+            results.append(SliceResult(request, token, logprob, fine, targets))
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeMetrics:
+    """Counts since the runtime was made.
+
+    Attributes:
+      num_steps: steps run. num_tokens: tokens run, padding left out. num_padded_tokens: rungs summed.
+      num_scrubbed_pages: recycled pages overwritten before reuse.
+      steps_by_backend: attention backend to the steps it ran.
+      steps_by_rung: token rung to steps.
+      compiled: jitted function to programs obtained in this process since the runtime was made.
+    """
+
+    num_steps: int
+    num_tokens: int
+    num_padded_tokens: int
+    num_scrubbed_pages: int
+    steps_by_backend: dict[str, int]
+    steps_by_rung: dict[int, int]
+    compiled: dict[str, int]
+
+
+class PagedRuntime:
+    """Pools, weights and the jitted step of one model.
+
+    Args:
+      model: the bound model. params: its weights.
+      control: page bookkeeping over ``model.layout``.
+      run_key: random key of the run; with a row's seed, sample index and position it fixes every sample.
+      backend: name of the attention backend the model was bound with, for reports.
+      poison_on_free: fill pages with NaN when they are freed (a debugging aid: a stray read cannot hide).
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        params: Params,
+        control: ControlPlane,
+        *,
+        run_key: jax.Array,
+        backend: str,
+        poison_on_free: bool = False,
+    ) -> None:
+        self.model = model
+        self.control = control
+        self.params = params
+        self.run_key = run_key
+        self._backend = backend
+        self._poison_on_free = poison_on_free
+        self._compiles = CompileCounter()
+        self._pools = model.create_pools()
+        self._scrubber = Scrubber(model.layout.num_pages)
+        self._program = make_step_program(model, max_num_seqs=control.max_num_seqs)
+        tokens = np.zeros(control.max_num_seqs, np.int32)
+        mesh = model.mesh
+        # Placed as the program's own outputs are: fed differently, the first step would compile twice.
+        self._previous_tokens = (
+            jax.device_put(tokens, NamedSharding(mesh, PartitionSpec())) if mesh is not None else jax.device_put(tokens)
+        )
+        self._num_tokens = self._num_padded = self._num_scrubbed = 0
+        self._rungs: dict[int, int] = {}
+
+    def open(self) -> RequestHandle | None:
+        """A row for a request; None when all are taken."""
+        return self.control.open()
+
+    def release(self, handle: RequestHandle) -> NDArray[np.int32]:
+        """End a request's hold on its row and pages; the pages that were actually freed, now dirty."""
+        freed = self.control.release(handle)
+        if self._poison_on_free and len(freed):
+            self._pools = self._scrubber.poison(self._pools, freed)
+        return freed
+
+    def prepare_step(self, slices: Sequence[RequestSlice]) -> PreparedStep | None:
+        """Hold pages for a step, scrub what was recycled, and build its arrays.
+
+        Returns:
+          None when the pool has no room now: nothing changed, preempt something and try again.
+        """
+        reservation = self.control.reserve(slices)
+        if reservation is None:
+            return None
+        if len(reservation.dirty_pages):
+            self._pools = self._scrubber.scrub(self._pools, reservation.dirty_pages)
+            self._num_scrubbed += len(reservation.dirty_pages)
+        plan = self.control.plan(self.control.confirm_scrubbed(reservation))
+        return PreparedStep(plan, build_step_inputs(plan))
+
+    def run_step(self, prepared: PreparedStep) -> StepOutcome:
+        """Dispatch a prepared step. Returns at once; ``StepOutcome.read`` waits."""
+        plan, outputs = prepared.plan, self._dispatch(prepared)
+        self._num_tokens += plan.table.num_tokens
+        self._num_padded += plan.token_rung
+        self._rungs[plan.token_rung] = self._rungs.get(plan.token_rung, 0) + 1
+        return StepOutcome(plan, outputs, self._backend)
+
+    def _dispatch(self, prepared: PreparedStep) -> StepOutputs:
+        self._pools, outputs = self._program(
+            self.params, self._pools, prepared.inputs, self._previous_tokens, self.run_key
+        )
+        self._previous_tokens = outputs.tokens
+        self.control.commit(prepared.plan)
+        return outputs
+
+    def warm_up(self, on_rung: Callable[[int, int], None] | None = None) -> None:
+        """Obtain every program a run can need, by walking the ladders with steps of padding alone.
+
+        Touches no page and counts as no step. Afterwards nothing compiles, whatever the requests are.
+
+        Args:
+          on_rung: called with ``(rungs done, rungs in all)`` after each.
+        """
+        rungs = self.control.token_ladder.rungs
+        self._pools = self._scrubber.warm_up(self._pools)
+        for done, rung in enumerate(rungs, start=1):
+            reservation = self.control.reserve([])
+            assert reservation is not None  # an empty step needs no page
+            plan = self.control.plan(self.control.confirm_scrubbed(reservation), min_token_rung=rung)
+            self._dispatch(PreparedStep(plan, build_step_inputs(plan)))
+            if on_rung is not None:
+                jax.block_until_ready(self._previous_tokens)
+                on_rung(done, len(rungs))
+
+    def update_params(self, params: Params) -> None:
+        """Exchange the weights; same shapes and shardings, so nothing compiles."""
+        self.params = params
+
+    @property
+    def pools(self) -> object:
+        """The pools as they stand; the next step donates them."""
+        return self._pools
+
+    def metrics(self) -> RuntimeMetrics:
+        """Counts so far."""
+        steps = sum(self._rungs.values())
+        return RuntimeMetrics(
+            num_steps=steps,
+            num_tokens=self._num_tokens,
+            num_padded_tokens=self._num_padded,
+            num_scrubbed_pages=self._num_scrubbed,
+            steps_by_backend={self._backend: steps} if steps else {},
+            steps_by_rung=dict(sorted(self._rungs.items())),
+            compiled=self._compiles.by_function(),
+        )

@@ -1,0 +1,127 @@
+"""The ``paged_*`` options: one table, read and validated once.
+
+``PagedMaxTextConfig`` is MaxText's own configuration class with these keys added, given to
+``pyconfig.initialize(argv, config_class=PagedMaxTextConfig)``: an official seam. A configuration that
+was built without it gets the defaults.
+
+For:        naming, documenting and validating every option of this package.
+Not for:    MaxText's own options (options.py says what becomes of those).
+May import: kv_common, pydantic, maxtext's configuration types.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+from maxtext.configs.types import MaxTextConfig
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from kv_common.errors import ConfigError
+
+NATIVE_ENVIRONMENT_VARIABLE = "PAGED_ATTENTION_NATIVE"
+"""Environment form of ``paged_attention_native``: the kill switch wins over everything."""
+
+
+def _as_word(value: Any) -> Any:
+    """YAML and ``key=value`` read a bare 0 or 1 as a number; the option is a word."""
+    return str(int(value)) if isinstance(value, int) else value
+
+
+class PagedOptions(BaseModel):
+    """Every option of this package. Keep this table and docs/options.md in step (a test compares them)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    paged_tokens_per_page: int = Field(16, ge=1, le=256, description="Tokens of one page.")
+    paged_num_pages: int = Field(
+        0,
+        ge=0,
+        description="Pages of the pool. 0: from `paged_kv_budget_bytes`, or the default described there.",
+    )
+    paged_kv_budget_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of all pools on one device. 0: enough for `paged_max_num_seqs` requests of "
+        "`max_target_length` tokens, at most 1 GiB.",
+    )
+    paged_max_num_seqs: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Requests that run at once. 0: `per_device_batch_size` times the devices of the mesh, MaxText's "
+        "number of dense decode slots; pages, not slots, are what limits memory here, so more is cheap.",
+    )
+    paged_max_num_batched_tokens: int = Field(
+        512, ge=1, description="Tokens of one step, prompts and decodes together: bounds a step's latency."
+    )
+    paged_prefill_chunk_tokens: int = Field(
+        0,
+        ge=0,
+        description="Longest piece of one prompt that runs in one step. 0: whatever the step has room for.",
+    )
+    paged_enable_prefix_cache: bool = Field(
+        False, description="Share pages between requests with equal prefixes. Not built yet: true is refused."
+    )
+    paged_backend: Literal["auto", "reference", "native", "triton", "aiter", "flashinfer"] = Field(
+        "auto", description="Attention kernels. auto: the best that is built for the platform."
+    )
+    paged_attention_native: Annotated[Literal["auto", "0", "1"], BeforeValidator(_as_word)] = Field(
+        "auto",
+        description="0: never a native kernel, whatever else is set (also as the environment variable "
+        "PAGED_ATTENTION_NATIVE). 1: native kernels without regard to the floors below.",
+    )
+    paged_split_kv_min_tokens: int = Field(
+        4096, ge=0, description="Visible KV tokens from which one request alone is decoded with split-KV."
+    )
+    paged_split_kv_min_tokens_per_request: int = Field(
+        512, ge=0, description="Visible KV tokens per request from which several are decoded with split-KV."
+    )
+    paged_kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Element type of the pools. auto: the model's `dtype`."
+    )
+    paged_poison_on_free: bool = Field(
+        False,
+        description="Fill pages with NaN when they are freed: a debugging aid that makes a stray read visible.",
+    )
+    paged_check_invariants: bool = Field(
+        False, description="Check the conservation laws of pages after every step: a debugging aid."
+    )
+
+    @classmethod
+    def from_config(cls, config: Any) -> PagedOptions:
+        """The options of a MaxText configuration; keys it does not have keep their defaults.
+
+        Raises:
+          ConfigError: a value is out of range; the message names the option.
+        """
+        values = {name: getattr(config, name) for name in cls.model_fields if _has(config, name)}
+        native = os.environ.get(NATIVE_ENVIRONMENT_VARIABLE)
+        if native is not None and values.get("paged_attention_native") != "0":
+            values["paged_attention_native"] = native
+        return cls.checked(values)
+
+    @classmethod
+    def checked(cls, values: dict[str, Any]) -> PagedOptions:
+        """Validate, turning pydantic's report into one line per option."""
+        try:
+            options = cls(**values)
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, item['loc']))}={item['input']!r}: {item['msg']}" for item in error.errors()]
+            raise ConfigError("; ".join(lines)) from None
+        if options.paged_enable_prefix_cache:
+            raise ConfigError("paged_enable_prefix_cache=true: the prefix cache is not built yet; leave it false")
+        return options
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return getattr(config, name, None) is not None
+    except ValueError:  # MaxEngineConfig raises ValueError for an unknown key
+        return False
+
+
+class PagedMaxTextConfig(PagedOptions, MaxTextConfig):
+    """MaxText's configuration with the ``paged_*`` keys of ``PagedOptions``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=False, protected_namespaces=())

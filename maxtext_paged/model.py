@@ -1,0 +1,240 @@
+"""A bound MaxText model as the runtime's ``PagedModel``: two pure functions over params and pools.
+
+For:        merging, calling and splitting the NNX model inside the step's jit.
+Not for:    what may be bound (binding.py), weights (loading.py), the loop (kv_execution).
+May import: kv_common, kv_control, kv_execution, jax, flax, maxtext.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core.spmd import logical_axis_rules
+from jax.sharding import Mesh, NamedSharding
+from maxtext.common.common_types import MODEL_MODE_PREFILL
+from maxtext.utils import model_creation_utils
+from maxtext.utils.sharding import nnx_construct_named_sharding
+
+from kv_common.errors import UnsupportedError
+from kv_common.layout import KvStorageLayoutV1
+from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
+from kv_execution.metadata import StepInputs
+from kv_execution.pool import create_zeroed, pool_dtype
+from kv_execution.sharding import (
+    KV_KERNEL_AXES,
+    check_head_sharding,
+    head_shards,
+    kv_head_axes,
+    kv_pool_sharding,
+    pool_replicas,
+)
+from maxtext_paged.binding import (
+    PagePool,
+    StepVariable,
+    attention_geometry,
+    attention_modules,
+    attention_options,
+    bind_paged_attention,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """What an unbound model says about its KV, before any page is counted.
+
+    Attributes:
+      num_layers: attention modules. num_kv_heads, head_dim: of each of them.
+      head_axes: mesh axes (of size above one) that shard KV heads.
+      layer_options: attention arithmetic of each module. has_sinks: whether they use attention sinks.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    head_axes: tuple[str, ...]
+    layer_options: tuple[AttentionOptions, ...]
+    has_sinks: bool
+
+    def layout(self, mesh: Mesh, *, num_pages: int, tokens_per_page: int, dtype: str) -> KvStorageLayoutV1:
+        """The pool geometry of ``num_pages`` pages on ``mesh``.
+
+        Raises:
+          ConfigError: the heads cannot be spread over the mesh, or the dtype cannot be a pool's.
+        """
+        pool_dtype(dtype)
+        check_head_sharding(self.num_kv_heads, mesh, self.head_axes)
+        return KvStorageLayoutV1(
+            num_layers=self.num_layers,
+            num_pages=num_pages,
+            tokens_per_page=tokens_per_page,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            head_shards=head_shards(mesh, self.head_axes),
+            pool_replicas=pool_replicas(mesh, self.head_axes),
+        )
+
+
+def model_geometry(config: Any, mesh: Mesh) -> ModelGeometry:
+    """Build MaxText's model abstractly and read its attention off it.
+
+    Raises:
+      UnsupportedError: the model holds something off the allow-list (binding.py).
+    """
+    with logical_axis_rules(config.logical_axis_rules):
+        model = nnx.eval_shape(_model_maker(config, mesh))
+    num_layers, num_kv_heads, head_dim = attention_geometry(model)
+    head_axes = kv_head_axes(mesh, config.logical_axis_rules)
+    modules = attention_modules(model)
+    for name, attention in modules:
+        # The pool must be sharded as MaxText shards the K projection; axis names alone lie (DESIGN 3).
+        axes = attention._logical_to_mesh_axes(KV_KERNEL_AXES)[KV_KERNEL_AXES.index("kv_heads")] or ()
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        if axes != head_axes:
+            raise UnsupportedError(
+                f"{name}: MaxText shards its K projection's heads over {axes or 'no axis'}, "
+                f"the pool would be sharded over {head_axes or 'no axis'}"
+            )
+    return ModelGeometry(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_axes=head_axes,
+        layer_options=tuple(attention_options(attention) for _, attention in modules),
+        has_sinks=any(attention.sinks is not None for _, attention in modules),
+    )
+
+
+class MaxTextPagedModel:
+    """MaxText's ``Transformer`` with paged attention, held abstractly: no weight and no pool is allocated here.
+
+    Attributes:
+      config: MaxText's configuration.
+      mesh: the mesh the model was built for.
+      layout: geometry of the pools.
+      head_axes: mesh axes (of size above one) that shard KV heads.
+      abstract_params: ``nnx.State`` of ``jax.ShapeDtypeStruct`` with shardings, the restore target.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        mesh: Mesh,
+        *,
+        layout: KvStorageLayoutV1,
+        head_axes: tuple[str, ...],
+        backend: PagedAttentionBackend,
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.layout = layout
+        self.head_axes = head_axes
+        create = _model_maker(config, mesh)
+        with logical_axis_rules(config.logical_axis_rules):
+            bound = nnx.eval_shape(
+                lambda: bind_paged_attention(create(), layout, backend=backend, mesh=mesh, head_axes=head_axes)
+            )
+            graph, params, pools, step, rest = nnx.split(bound, nnx.Param, PagePool, StepVariable, ...)
+            self._graph, self._pools, self._step = graph, pools, step
+            self.abstract_params = jax.tree_util.tree_map_with_path(
+                lambda path, leaf, sharding: jax.ShapeDtypeStruct(
+                    leaf.shape, self._held_dtype(path, leaf.dtype), sharding=sharding
+                ),
+                params,
+                nnx_construct_named_sharding(params, mesh),
+            )
+        self._rest = _materialize_rng_state(rest)
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits per row."""
+        return int(self.config.vocab_size)
+
+    def create_pools(self) -> nnx.State:
+        """Zeroed pools of every layer, each created under its sharding in one compiled call."""
+        return create_zeroed(
+            jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.pool_sharding),
+                self._pools,
+            )
+        )
+
+    @property
+    def pool_sharding(self) -> NamedSharding:
+        """Sharding of every pool."""
+        return kv_pool_sharding(self.mesh, self.layout, self.head_axes)
+
+    def forward(
+        self, params: nnx.State, pools: nnx.State, token_ids: jax.Array, inputs: StepInputs
+    ) -> tuple[jax.Array, jax.Array, nnx.State]:
+        """One flat step in MaxText's prefill mode; see ``kv_execution.model.PagedModel.forward``."""
+        model = self._merge(params, pools)
+        step = model.decoder.decoder_norm.step
+        step.pages.set_value(inputs.pages)
+        step.rows.set_value(inputs.sample_rows)
+        with logical_axis_rules(self.config.logical_axis_rules):
+            logits = model(
+                token_ids[None],
+                inputs.pages.positions[None],
+                decoder_segment_ids=inputs.segment_ids[None],
+                enable_dropout=False,
+                model_mode=MODEL_MODE_PREFILL,
+            )
+        hidden = step.hidden.get_value()[0]
+        return logits[0].astype(jnp.float32), hidden, nnx.state(model, PagePool)
+
+    def head(self, params: nnx.State, hidden: jax.Array, rows: jax.Array) -> jax.Array:
+        """MaxText's own output head on ``rows`` of ``hidden``; see ``PagedModel.head``."""
+        model = self._merge(params, self._pools)
+        model.decoder.decoder_norm.step.rows.set_value(rows)
+        with logical_axis_rules(self.config.logical_axis_rules):
+            logits = model.decoder.apply_output_head(
+                shared_embedding=model.token_embedder,
+                y=hidden[None],
+                deterministic=True,
+                model_mode=MODEL_MODE_PREFILL,
+            )
+        return logits[0].astype(jnp.float32)
+
+    def _merge(self, params: nnx.State, pools: nnx.State) -> Any:
+        # copy=True: a variable made in one trace must not be met again in the next.
+        return nnx.merge(self._graph, params, pools, self._step, self._rest, copy=True)
+
+    def _held_dtype(self, path: Any, dtype: Any) -> Any:
+        """Weights that a layer casts to ``dtype`` before use are held in it: no cast every step, half the memory."""
+        names = jax.tree_util.keystr(path)
+        if self.config.logits_dot_in_fp32 and ("logits_dense" in names or "embedding" in names):
+            return dtype
+        cast_by_layer = any(f"'{name}'" in names for name in ("kernel", "embedding", "wi_0", "wi_1", "wo"))
+        wider = (
+            jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > jnp.dtype(self.config.dtype).itemsize
+        )
+        return self.config.dtype if cast_by_layer and wider and "norm" not in names else dtype
+
+
+def _model_maker(config: Any, mesh: Mesh) -> Any:
+    return model_creation_utils.get_nnx_create_model_fn(
+        config, mesh=mesh, model_mode=MODEL_MODE_PREFILL, quant_mode_str="train"
+    )
+
+
+def _materialize_rng_state(rest: nnx.State) -> nnx.State:
+    """The model's non-parameter, non-pool state: random streams only, which a forward pass never draws from."""
+    unknown = [
+        ".".join(map(str, path)) for path, variable in nnx.to_flat_state(rest) if not isinstance(variable, nnx.RngState)
+    ]
+    if unknown:
+        raise UnsupportedError(
+            f"the model holds state that is neither weights, pools nor random streams: {', '.join(unknown[:4])}"
+        )
+
+    def concrete(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), leaf.shape) if leaf.shape else jax.random.key(0)
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(concrete, rest)

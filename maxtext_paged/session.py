@@ -1,0 +1,207 @@
+"""From a MaxText configuration to a running paged loop: the one assembly that every entry point shares.
+
+For:        worker, engine, command and benchmarks: options, mesh, pool size, backend, model, weights, runtime, driver.
+Not for:    any of those parts.
+May import: kv_common, kv_control, kv_execution, jax, maxtext, maxtext_paged.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from maxtext.configs import pyconfig
+from maxtext.utils import maxtext_utils
+
+from kv_control.bucketing import token_ladder
+from kv_control.control_plane import ControlPlane
+from kv_control.scheduler import Scheduler
+from kv_execution.attention.select import BackendChoice, choose_backend
+from kv_execution.driver import PagedDriver
+from kv_execution.runtime import PagedRuntime
+from maxtext_paged.config import PagedOptions
+from maxtext_paged.loading import load_params, params_from_tree
+from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.options import check_options
+from maxtext_paged.sizing import PoolSize, pool_size
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAssembly:
+    """What a configuration decides before any weight is loaded or page allocated.
+
+    Attributes:
+      config: MaxText's configuration, unscanned. options: the ``paged_*`` ones.
+      model: the bound model. backend: which attention kernels it was bound with, and why.
+      pool: how many pages, and why. max_num_seqs: requests that run at once.
+    """
+
+    config: Any
+    options: PagedOptions
+    model: MaxTextPagedModel
+    backend: BackendChoice
+    pool: PoolSize
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSession:
+    """A model, its pools and its loop, assembled.
+
+    Attributes:
+      config: MaxText's configuration, unscanned. options: the ``paged_*`` ones.
+      model: the bound model. control, runtime, driver: the loop over it.
+      backend: which attention kernels run, and why. pool: how many pages, and why.
+      max_num_seqs: requests that run at once.
+    """
+
+    config: Any
+    options: PagedOptions
+    model: MaxTextPagedModel
+    control: ControlPlane
+    runtime: PagedRuntime
+    driver: PagedDriver
+    backend: BackendChoice
+    pool: PoolSize
+    max_num_seqs: int
+
+    def update_params(self, params: Any) -> None:
+        """Exchange the weights: scanned or not, however sharded. Nothing compiles."""
+        self.runtime.update_params(params_from_tree(self.model, params))
+
+    def set_rng(self, rng: Any) -> None:
+        """Sample from another run key (``jax.random.key`` or ``PRNGKey``) from the next step on; no step recompiles."""
+        self.runtime.run_key = run_key(rng, self.model.mesh)
+
+    def close(self) -> None:
+        """Give the pools' memory back. Weights may be the caller's and are only let go; no step runs any more."""
+        for leaf in jax.tree.leaves(self.runtime.pools):
+            if not leaf.is_deleted():
+                leaf.delete()
+
+
+def run_key(rng: Any, mesh: Mesh) -> jax.Array:
+    """A run key in the one form that the step program is fed: typed, and on every device of the mesh.
+
+    In another form each program would compile again. None is key 0.
+    """
+    key = jax.random.key(0) if rng is None else jnp.asarray(rng)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    return jax.device_put(key, NamedSharding(mesh, PartitionSpec()))
+
+
+def unscanned(config: Any) -> Any:
+    """The configuration with ``scan_layers=false``: paging runs layers one by one, whatever the checkpoint holds."""
+    if not config.scan_layers:
+        return config
+    return pyconfig.HyperParameters(config._pydantic_config.model_copy(update={"scan_layers": False}))
+
+
+def default_mesh(config: Any, devices: Any = None) -> Mesh:
+    """MaxText's own mesh for this configuration."""
+    return Mesh(maxtext_utils.create_device_mesh(config=config, devices=devices), config.mesh_axes)
+
+
+def open_session(config: Any, *, mesh: Mesh | None = None, params: Any = None, rng: Any = None) -> PagedSession:
+    """Assemble everything; logs one INFO line that says what was allocated and what decided it.
+
+    Args:
+      config: MaxText's configuration with ``attention=gpu_paged``.
+      mesh: devices to use; by default MaxText's mesh over all of them.
+      params: weights (an ``nnx.State`` or mapping, scanned or not); by default ``load_parameters_path``'s.
+      rng: the run key of sampling (``jax.random.key`` or ``PRNGKey``).
+
+    Raises:
+      ConfigError, UnsupportedError: by name, before anything large is allocated.
+    """
+    return start_session(assemble(config, mesh=mesh), params=params, rng=rng)
+
+
+def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
+    """Everything of ``open_session`` that allocates nothing; arguments and errors as there."""
+    options = PagedOptions.from_config(config)
+    check_options(config)
+    config = unscanned(config)
+    mesh = default_mesh(config) if mesh is None else mesh
+    geometry = model_geometry(config, mesh)
+    max_model_len = int(config.max_target_length)
+    max_num_seqs = options.paged_max_num_seqs or max(1, int(config.per_device_batch_size * mesh.size))
+    max_num_seqs = min(max_num_seqs, options.paged_max_num_batched_tokens)
+    kv_dtype = np.dtype(config.dtype).name if options.paged_kv_dtype == "auto" else options.paged_kv_dtype
+    shape = {"tokens_per_page": options.paged_tokens_per_page, "dtype": kv_dtype}
+    pool = pool_size(
+        geometry.layout(mesh, num_pages=1, **shape),
+        num_pages=options.paged_num_pages,
+        budget_bytes=options.paged_kv_budget_bytes,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    layout = geometry.layout(mesh, num_pages=pool.num_pages, **shape)
+    backend = choose_backend(
+        options.paged_backend,
+        mesh.devices.flat[0].platform,
+        layout,
+        tuple(dict.fromkeys(geometry.layer_options)),
+        has_sinks=geometry.has_sinks,
+        native_switch=None if options.paged_attention_native == "auto" else int(options.paged_attention_native),
+    )
+    model = MaxTextPagedModel(config, mesh, layout=layout, head_axes=geometry.head_axes, backend=backend.backend)
+    return PagedAssembly(config, options, model, backend, pool, max_num_seqs)
+
+
+def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = None) -> PagedSession:
+    """Load weights, allocate pools and start the loop; arguments as in ``open_session``."""
+    options, model, layout = assembly.options, assembly.model, assembly.model.layout
+    max_num_seqs, max_model_len = assembly.max_num_seqs, int(assembly.config.max_target_length)
+    control = ControlPlane(
+        layout,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        token_ladder=token_ladder(options.paged_max_num_batched_tokens),
+    )
+    logger.info(
+        "KV pool: %d pages of %d tokens, %d layers, %s, %.1f MiB a device, %.1f MiB in all (%s)",
+        layout.num_pages,
+        layout.tokens_per_page,
+        layout.num_layers,
+        layout.dtype,
+        layout.device_pool_bytes() / 2**20,
+        layout.total_pool_bytes() / 2**20,
+        assembly.pool.reason,
+    )
+    runtime = PagedRuntime(
+        model,
+        load_params(model) if params is None else params_from_tree(model, params),
+        control,
+        run_key=run_key(rng, model.mesh),
+        backend=assembly.backend.name,
+        poison_on_free=options.paged_poison_on_free,
+    )
+    scheduler = Scheduler(
+        control,
+        max_num_batched_tokens=options.paged_max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        prefill_chunk_tokens=options.paged_prefill_chunk_tokens or None,
+        release=runtime.release,
+    )
+    driver = PagedDriver(runtime, scheduler, check=options.paged_check_invariants)
+    return PagedSession(
+        config=assembly.config,
+        options=options,
+        model=model,
+        control=control,
+        runtime=runtime,
+        driver=driver,
+        backend=assembly.backend,
+        pool=assembly.pool,
+        max_num_seqs=max_num_seqs,
+    )
