@@ -50,9 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not selects_only(markexpr, "gpu"):
         environ["JAX_PLATFORMS"] = "cpu"  # an unmarked GPU test cannot exist: no GPU is visible
     if selects_only(markexpr, "multi_device") and virtual_devices(environ.get("XLA_FLAGS", "")) == 1:
-        environ["XLA_FLAGS"] = (
-            f"{environ.get('XLA_FLAGS', '')} {_DEVICE_COUNT_FLAG}={NUM_VIRTUAL_DEVICES}".strip()
-        )
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {_DEVICE_COUNT_FLAG}={NUM_VIRTUAL_DEVICES}".strip()
     environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
     environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(config.rootpath) / ".cache" / "jax"))
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
