@@ -22,7 +22,7 @@ from kv_control.scheduler import Scheduler
 def check_invariants(
     control: ControlPlane, scheduler: Scheduler | None = None, *, plan: StepPlan | None = None
 ) -> None:
-    """Check every law below; costs a pass over the pool and the table.
+    """Check every law below, between steps (after ``Scheduler.advance``); a pass over the pool and the table.
 
     - Free and held pages are disjoint and together are the pool, each free page listed once.
     - A page has as many holders as the allocator counts; nobody holds a free page.

@@ -318,7 +318,7 @@ class Scheduler:
         one of them has outgrown a page's worth of new tokens: a resumed request does not bounce.
         """
         layout = self.control.layout
-        return layout.pages_for(min(request.num_tokens + 1, request.max_kv_tokens))
+        return layout.pages_for(min(request.num_tokens + layout.tokens_per_page, request.max_kv_tokens))
 
     def _pages_spoken_for(self) -> int:
         """Free pages that running requests still want, beyond those they hold."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Any
 
 import jax.monitoring
 
@@ -19,7 +18,7 @@ _counts: Counter[str] = Counter()
 _listening = False
 
 
-def _listen(event: str, _duration: float, **details: Any) -> None:
+def _listen(event: str, duration_secs: float, **details: str | int) -> None:
     if event == _COMPILE_EVENT:
         with _lock:
             _counts[str(details.get("fun_name", "?")).removeprefix("jit_").removeprefix("jit(").rstrip(")")] += 1

@@ -142,7 +142,7 @@ class PagedDriver:
         self.scheduler.finish(
             request,
             "error",
-            f"needs more pages than it holds ({control.pages_held(request.handle)}) and {control.num_free_pages} of "
+            f"needs more pages than it holds ({control.pages_held(request.handle) if request.handle is not None else 0}) and {control.num_free_pages} of "
             f"{control.num_pages} are free although nothing else runs: raise `paged_num_pages`",
         )
 

@@ -8,13 +8,14 @@ May import: kv_common, kv_control, jax.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-import numpy as np
 
 from kv_common.page_table import KvPageTableV1
 
-Array = jax.Array | np.ndarray
+Array = Any
+"""A numpy array where a step is built, a traced jax array where it runs."""
 
 
 @jax.tree_util.register_dataclass

@@ -178,11 +178,22 @@ class RowSelectingRMSNorm(RMSNorm):
         return super().__call__(jnp.take(x, self.step.rows.get_value(), axis=1), out_sharding)
 
 
+def require_supported_block(config: Any) -> None:
+    """Refuse, before a model is built, a decoder block that was never compared with dense."""
+    block = config.decoder_block
+    if block not in SUPPORTED_BLOCKS:
+        raise UnsupportedError(
+            f"decoder_block={block.value} is not supported by attention=gpu_paged; "
+            f"supported: {', '.join(sorted(block.value for block in SUPPORTED_BLOCKS))}"
+        )
+
+
 def attention_modules(model: nnx.Module) -> list[tuple[str, Attention]]:
     """Every attention of a model with its path, refusing by name what must not be bound.
 
     Exact classes are compared: MLA and compressed attention are subclasses with other calls.
     """
+    require_supported_block(model.config)
     found = []
     for path, module in nnx.iter_modules(model):
         name = ".".join(map(str, path))
@@ -190,11 +201,6 @@ def attention_modules(model: nnx.Module) -> list[tuple[str, Attention]]:
             continue
         if type(module) is not Attention:
             raise UnsupportedError(f"{name} is a {type(module).__name__}: paged attention binds plain Attention only")
-        if module.config.decoder_block not in SUPPORTED_BLOCKS:
-            raise UnsupportedError(
-                f"decoder_block={module.config.decoder_block.value} is not supported by attention=gpu_paged; "
-                f"supported: {', '.join(sorted(block.value for block in SUPPORTED_BLOCKS))}"
-            )
         if module.attention_type not in SUPPORTED_ATTENTION:
             raise UnsupportedError(
                 f"{name} has attention_type={module.attention_type.value}: attention=gpu_paged serves "

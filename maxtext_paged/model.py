@@ -39,6 +39,7 @@ from maxtext_paged.binding import (
     attention_modules,
     attention_options,
     bind_paged_attention,
+    require_supported_block,
 )
 
 
@@ -85,6 +86,7 @@ def model_geometry(config: Any, mesh: Mesh) -> ModelGeometry:
     Raises:
       UnsupportedError: the model holds something off the allow-list (binding.py).
     """
+    require_supported_block(config)
     with logical_axis_rules(config.logical_axis_rules):
         model = nnx.eval_shape(_model_maker(config, mesh))
     num_layers, num_kv_heads, head_dim = attention_geometry(model)

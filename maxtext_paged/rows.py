@@ -43,7 +43,7 @@ class Row:
 
     Attributes:
       index: its place in the input; results carry it.
-      tokens: the prompt's ids, int32 ``[n]``.
+      tokens: the prompt's ids, integers ``[n]``.
       id: the caller's own name for it.
       max_tokens: most tokens to generate; None means as many as the context and the pool have room for.
       sampling: how to choose them; ``sampling.seed`` comes from ``row_seed``.
@@ -53,7 +53,7 @@ class Row:
     """
 
     index: int
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.integer]
     id: Hashable = None
     max_tokens: int | None = None
     sampling: SamplingSpec = GREEDY

@@ -8,7 +8,7 @@ May import: kv_common, kv_control, kv_execution, jax, maxtext, maxtext_paged.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ class PagedAssembly:
     """What a configuration decides before any weight is loaded or page allocated.
 
     Attributes:
-      config: MaxText's configuration, unscanned. options: the ``paged_*`` ones.
+      config: MaxText's configuration, as the model was built from it. options: the ``paged_*`` ones.
       model: the bound model. backend: which attention kernels it was bound with, and why.
       pool: how many pages, and why. max_num_seqs: requests that run at once.
     """
@@ -56,7 +56,7 @@ class PagedSession:
     """A model, its pools and its loop, assembled.
 
     Attributes:
-      config: MaxText's configuration, unscanned. options: the ``paged_*`` ones.
+      config: MaxText's configuration, as the model was built from it. options: the ``paged_*`` ones.
       model: the bound model. control, runtime, driver: the loop over it.
       backend: which attention kernels run, and why. pool: how many pages, and why.
       max_num_seqs: requests that run at once.
@@ -98,11 +98,18 @@ def run_key(rng: Any, mesh: Mesh) -> jax.Array:
     return jax.device_put(key, NamedSharding(mesh, PartitionSpec()))
 
 
-def unscanned(config: Any) -> Any:
-    """The configuration with ``scan_layers=false``: paging runs layers one by one, whatever the checkpoint holds."""
-    if not config.scan_layers:
-        return config
-    return pyconfig.HyperParameters(config._pydantic_config.model_copy(update={"scan_layers": False}))
+def paging_config(config: Any) -> Any:
+    """The configuration as the paged model is built from it.
+
+    ``scan_layers=false``: layers run one by one, whatever the checkpoint holds. ``max_prefill_predict_length`` sizes
+    only the dense cache that is thrown away, but MaxText refuses to build one that leaves no room to decode.
+    """
+    update: dict[str, Any] = {}
+    if config.scan_layers:
+        update["scan_layers"] = False
+    if config.max_prefill_predict_length >= config.max_target_length:
+        update["max_prefill_predict_length"] = max(1, config.max_target_length - 1)
+    return pyconfig.HyperParameters(config._pydantic_config.model_copy(update=update)) if update else config
 
 
 def default_mesh(config: Any, devices: Any = None) -> Mesh:
@@ -129,22 +136,22 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     """Everything of ``open_session`` that allocates nothing; arguments and errors as there."""
     options = PagedOptions.from_config(config)
     check_options(config)
-    config = unscanned(config)
+    config = paging_config(config)
     mesh = default_mesh(config) if mesh is None else mesh
     geometry = model_geometry(config, mesh)
     max_model_len = int(config.max_target_length)
     max_num_seqs = options.paged_max_num_seqs or max(1, int(config.per_device_batch_size * mesh.size))
     max_num_seqs = min(max_num_seqs, options.paged_max_num_batched_tokens)
     kv_dtype = np.dtype(config.dtype).name if options.paged_kv_dtype == "auto" else options.paged_kv_dtype
-    shape = {"tokens_per_page": options.paged_tokens_per_page, "dtype": kv_dtype}
+    one_page = geometry.layout(mesh, num_pages=1, tokens_per_page=options.paged_tokens_per_page, dtype=kv_dtype)
     pool = pool_size(
-        geometry.layout(mesh, num_pages=1, **shape),
+        one_page,
         num_pages=options.paged_num_pages,
         budget_bytes=options.paged_kv_budget_bytes,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
     )
-    layout = geometry.layout(mesh, num_pages=pool.num_pages, **shape)
+    layout = replace(one_page, num_pages=pool.num_pages)
     backend = choose_backend(
         options.paged_backend,
         mesh.devices.flat[0].platform,

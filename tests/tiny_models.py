@@ -91,8 +91,8 @@ def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> Mesh:
 class DenseModel:
     """MaxText's own dense forward on one device, and its random weights."""
 
-    def __init__(self, block: str = "llama2", seed: int = 0, **overrides: Any) -> None:
-        self.config = make_config(block, attention="dot_product", **overrides)
+    def __init__(self, block: str = "llama2", seed: int = 0, config: Any = None, **overrides: Any) -> None:
+        self.config = make_config(block, attention="dot_product", **overrides) if config is None else config
         self._mesh = make_mesh(self.config)
         create = model_creation_utils.get_nnx_create_model_fn(
             self.config,

@@ -8,7 +8,7 @@ May import: kv_common, kv_control, jax.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -136,7 +136,7 @@ def paged_attention(
         )
         return output, k_pool, v_pool
 
-    arguments = (query, key, value, k_pool, v_pool, pages) + (() if sinks is None else (sinks,))
+    arguments: tuple[Any, ...] = (query, key, value, k_pool, v_pool, pages) + (() if sinks is None else (sinks,))
     if mesh is None or not head_axes:
         return local(*arguments)
     heads, pool = PartitionSpec(None, head_axes, None), PartitionSpec(None, None, head_axes, None)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kv_execution.attention.capabilities import check_options
-from kv_execution.metadata import PageMetadata
+from kv_execution.metadata import Array, PageMetadata
 
 _EXACT = lax.Precision.HIGHEST
 """float32 products stay float32 (accelerators would otherwise round them to tf32 or bfloat16)."""
@@ -184,7 +184,7 @@ class _Call:
         What lies past the request's list is some other page: callers mask it.
         """
         index = first_index[..., None] + jnp.arange(self.options.pages_per_block, dtype=jnp.int32)
-        ids = self.pages.kv_indices.at[index].get(mode="clip")
+        ids = jnp.asarray(self.pages.kv_indices).at[index].get(mode="clip")
         shape = (*first_index.shape, self.block_tokens, *self.k_pool.shape[2:])
         return (
             self.k_pool.at[ids].get(mode="clip").reshape(shape).astype(jnp.float32),
@@ -264,8 +264,9 @@ def _decode_loop(call: _Call, query: jax.Array, num_decodes: jax.Array, *, extra
             seen = jnp.where(mask, v, 0.0)[:, :, :, None]
             return maximum, total, acc * factor[..., None] + jnp.sum(weights[..., None] * seen, axis=1)
 
-        sums = lax.fori_loop(0, num_blocks, run_block, _empty_sums((tile, kv_heads, group), head_dim))
-        result = _finish(*sums, sinks).reshape(tile, num_heads, head_dim).astype(output.dtype)
+        empty = _empty_sums((tile, kv_heads, group), head_dim)
+        maximum, total, acc = lax.fori_loop(0, num_blocks, run_block, empty)
+        result = _finish(maximum, total, acc, sinks).reshape(tile, num_heads, head_dim).astype(output.dtype)
         return lax.dynamic_update_slice_in_dim(output, result, i * tile, axis=0)
 
     output = jnp.zeros((num_tokens + max(padding, extra_rows), num_heads, head_dim), query.dtype)
@@ -319,8 +320,8 @@ def _chunk_loop(
             return lax.fori_loop(call.first_block(oldest), newest // block + 1, run_block, sums)
 
         empty = _empty_sums((kv_heads, tile, group), head_dim)
-        sums = lax.fori_loop(rows[0], last_row + 1, run_row, empty)
-        result = jnp.moveaxis(_finish(*sums, sinks), 1, 0).reshape(tile, num_heads, head_dim)
+        maximum, total, acc = lax.fori_loop(rows[0], last_row + 1, run_row, empty)
+        result = jnp.moveaxis(_finish(maximum, total, acc, sinks), 1, 0).reshape(tile, num_heads, head_dim)
         return lax.dynamic_update_slice_in_dim(output, result.astype(output.dtype), start, axis=0)
 
     return lax.fori_loop(0, -(-(num_live - first_token) // tile), run_tile, output)
@@ -335,7 +336,7 @@ def _empty_sums(shape: tuple[int, ...], head_dim: int) -> tuple[jax.Array, jax.A
     )
 
 
-def _pad_rows(array: jax.Array, num_rows: int, fill: int = 0) -> jax.Array:
+def _pad_rows(array: Array, num_rows: int, fill: int = 0) -> jax.Array:
     """``array`` with ``num_rows`` rows of ``fill`` after its last."""
     widths = [(0, num_rows)] + [(0, 0)] * (array.ndim - 1)
     return jnp.pad(array, widths, constant_values=fill)

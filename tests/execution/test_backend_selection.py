@@ -1,0 +1,102 @@
+"""The backend is a value with a reason, or a refusal that names what was asked for."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+
+from kv_common.errors import ConfigError, UnsupportedError
+from kv_common.layout import KvStorageLayoutV1
+from kv_execution.attention import select
+from kv_execution.attention.api import AttentionOptions
+from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES
+from kv_execution.attention.reference import ReferenceBackend
+from kv_execution.attention.select import choose_backend
+
+LAYOUT = KvStorageLayoutV1(2, 64, 16, num_kv_heads=2, head_dim=80, dtype="float32")
+PLAIN = AttentionOptions(scale=1.0, sliding_window=None, soft_cap=None)
+
+
+@pytest.mark.parametrize(
+    ("platform", "why"),
+    [
+        ("cpu", "native is not built"),
+        ("cuda", "triton is not built"),
+        ("rocm", "triton is not built"),
+        ("tpu", "no kernel is made for tpu"),
+    ],
+)
+def test_auto_takes_the_reference_and_says_what_is_missing(platform, why):
+    choice = choose_backend("auto", platform, LAYOUT)
+    assert (choice.name, choice.backend) == ("reference", ReferenceBackend())
+    assert choice.backend.name == choice.name
+    assert why in choice.reason
+
+
+@pytest.mark.parametrize("requested", ["native", "triton", "aiter", "flashinfer"])
+def test_a_backend_asked_for_by_name_is_never_replaced(requested):
+    with pytest.raises(UnsupportedError, match=rf"paged_backend={requested}: it is not built.*reference"):
+        choose_backend(requested, "cpu", LAYOUT)
+    with pytest.raises(UnsupportedError, match=rf"{requested}: paged_attention_native=0 forbids it"):
+        choose_backend(requested, "cpu", LAYOUT, native_switch=0)
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"paged_backend='pallas'.*auto, reference, native"):
+        choose_backend("pallas", "cpu", LAYOUT)
+
+
+@pytest.mark.parametrize("requested", ["auto", "reference"])
+def test_the_kill_switch_is_part_of_the_reason(requested):
+    assert "paged_attention_native=0" in choose_backend(requested, "cpu", LAYOUT, native_switch=0).reason
+    assert "paged_attention_native" not in choose_backend(requested, "cpu", LAYOUT, native_switch=1).reason
+
+
+def test_each_kind_of_choice_is_announced_once(caplog, monkeypatch):
+    monkeypatch.setattr(select, "_announced", set())
+    with caplog.at_level(logging.INFO, logger="kv_execution"):
+        for requested, platform in [("auto", "cpu"), ("auto", "cpu"), ("reference", "cpu"), ("auto", "cuda")]:
+            choose_backend(requested, platform, LAYOUT)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3
+    assert lines[0] == (
+        "paged attention backend: reference (native is not built: the jnp reference serves cpu)"
+    )
+
+
+def test_a_geometry_the_reference_cannot_store_is_refused_at_start():
+    with pytest.raises(UnsupportedError, match="paged_kv_dtype=int8: allowed are bfloat16, float16, float32"):
+        choose_backend("auto", "cpu", replace(LAYOUT, dtype="int8"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "layer", "has_sinks", "names"),
+    [
+        ({"head_sizes": frozenset({64, 128})}, PLAIN, False, r"head_dim=80: allowed are 64, 128"),
+        (
+            {"page_sizes": frozenset({128, 32})},
+            PLAIN,
+            False,
+            r"paged_tokens_per_page=16: allowed are 32, 128",
+        ),
+        ({"dtypes": frozenset({"bfloat16"})}, PLAIN, False, r"paged_kv_dtype=float32: allowed are bfloat16"),
+        ({"sliding_window": False}, replace(PLAIN, sliding_window=8), False, r"sliding_window=8: .*None"),
+        ({"soft_cap": False}, replace(PLAIN, soft_cap=30.0), False, r"soft_cap=30.0: .*None"),
+        ({"sinks": False}, PLAIN, True, r"attention sinks: allowed is none"),
+        ({"max_pages": 63}, PLAIN, False, r"paged_num_pages=64: allowed are at most 63"),
+        ({"max_pool_bytes": 64 * 16 * 2 * 80 * 4 - 1}, PLAIN, False, r"655360 bytes .* at most 655359"),
+    ],
+)
+def test_what_a_backend_lacks_is_named_with_what_is_allowed(limit, layer, has_sinks, names):
+    refusal = replace(REFERENCE_CAPABILITIES, **limit).refusal(LAYOUT, layer, has_sinks=has_sinks)
+    assert refusal is not None
+    assert re.search(names, refusal)
+    assert REFERENCE_CAPABILITIES.refusal(LAYOUT, layer, has_sinks=has_sinks) is None
+
+
+def test_the_limit_itself_is_allowed():
+    table = replace(REFERENCE_CAPABILITIES, max_pages=64, max_pool_bytes=64 * 16 * 2 * 80 * 4)
+    assert table.refusal(LAYOUT, PLAIN) is None
