@@ -109,9 +109,10 @@ class PagedDriver:
         metrics.num_steps += 1
         metrics.peak_running = max(metrics.peak_running, len(slices))
         metrics.peak_pages_held = max(metrics.peak_pages_held, control.allocator.num_held)
-        metrics.num_prefill_tokens += sum(
-            piece.num_tokens for piece in slices if piece.num_tokens > 1 or piece.start == 0
-        )
+        for piece in slices:
+            request = self.scheduler.request_of(piece.handle)
+            if request is not None and (piece.num_tokens > 1 or piece.start < request.num_prompt_tokens):
+                metrics.num_prefill_tokens += piece.num_tokens
         self.scheduler.advance(slices)
 
     def _account(self, result: SliceResult) -> None:
@@ -139,11 +140,12 @@ class PagedDriver:
             return
         [request] = self.scheduler.running
         control = self.runtime.control
+        held = control.pages_held(request.handle) if request.handle is not None else 0
         self.scheduler.finish(
             request,
             "error",
-            f"needs more pages than it holds ({control.pages_held(request.handle) if request.handle is not None else 0}) and {control.num_free_pages} of "
-            f"{control.num_pages} are free although nothing else runs: raise `paged_num_pages`",
+            f"needs more than the {held} pages it holds and {control.num_free_pages} of {control.num_pages} are free "
+            "although nothing else runs: release the handles that were opened outside this scheduler",
         )
 
     def pop_finished(self) -> list[Request]:

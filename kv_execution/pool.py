@@ -35,8 +35,7 @@ def pool_dtype(dtype: str) -> jnp.dtype:
     """
     if dtype not in POOL_DTYPES:
         raise ConfigError(
-            f"paged_kv_dtype={dtype!r} needs scales, which are not served yet; "
-            f"choose one of {', '.join(POOL_DTYPES)}"
+            f"paged_kv_dtype={dtype!r} needs scales, which are not served yet; choose one of {', '.join(POOL_DTYPES)}"
         )
     return jnp.dtype(POOL_DTYPES[dtype])
 

@@ -25,9 +25,7 @@ ROWS_PER_BLOCK = 8
 """Rows that sample, and filter if they ask for it, together; greedy rows are in no block."""
 
 
-def sample(
-    logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def sample(logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Choose a token for each row.
 
     Args:
@@ -53,9 +51,7 @@ def sample(
     return tokens, jnp.where(ok, chosen_logprobs(logits, tokens), jnp.nan), ok
 
 
-def _sampled_rows(
-    logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array, greedy: jax.Array
-) -> jax.Array:
+def _sampled_rows(logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array, greedy: jax.Array) -> jax.Array:
     """``greedy`` with the rows of positive temperature replaced, a block of rows at a time."""
     num_rows, vocab = logits.shape
     block = min(ROWS_PER_BLOCK, num_rows)
@@ -73,13 +69,9 @@ def _sampled_rows(
         raw = logits.at[rows].get(mode="clip")
         # Distance from the likeliest, so that a tiny temperature cannot overflow. Rows that are greedy or
         # padding divide by 1; their result is not used.
-        distance = (jnp.max(raw, axis=-1, keepdims=True) - raw) / jnp.where(active, mine.temperature, 1.0)[
-            :, None
-        ]
+        distance = (jnp.max(raw, axis=-1, keepdims=True) - raw) / jnp.where(active, mine.temperature, 1.0)[:, None]
         distance = _filter(distance, mine, active)
-        keys = jax.vmap(_row_key, in_axes=(None, 0, 0, 0))(
-            run_key, mine.seed, mine.sample_index, mine.position
-        )
+        keys = jax.vmap(_row_key, in_axes=(None, 0, 0, 0))(run_key, mine.seed, mine.sample_index, mine.position)
         noise = jax.vmap(_gumbel, in_axes=(0, None))(keys, vocab)
         # Without the barrier XLA:CPU draws the noise inside the reduction, one number at a time.
         chosen = _likeliest(lax.optimization_barrier(noise - distance))

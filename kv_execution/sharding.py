@@ -24,9 +24,7 @@ KV_KERNEL_AXES = ("embed_attn", "kv_heads", "kv_head_dim")
 """Logical axes of MaxText's K projection kernel; the rules are resolved for all three together."""
 
 
-def resolve_logical_axes(
-    names: Sequence[str | None], logical_axis_rules: LogicalRules
-) -> tuple[tuple[str, ...], ...]:
+def resolve_logical_axes(names: Sequence[str | None], logical_axis_rules: LogicalRules) -> tuple[tuple[str, ...], ...]:
     """Mesh axes of each logical axis of one array, by the rules' own order of precedence.
 
     Rules are tried in order. One applies if its logical name is in ``names`` and has no assignment

@@ -22,6 +22,9 @@ from kv_common.errors import ConfigError
 NATIVE_ENVIRONMENT_VARIABLE = "PAGED_ATTENTION_NATIVE"
 """Environment form of ``paged_attention_native``: the kill switch wins over everything."""
 
+DEFAULT_MAX_NUM_SEQS = 32
+"""Requests that run at once where nothing is set."""
+
 
 def _as_word(value: Any) -> Any:
     """YAML and ``key=value`` read a bare 0 or 1 as a number; the option is a word."""
@@ -49,8 +52,9 @@ class PagedOptions(BaseModel):
         0,
         ge=0,
         le=4096,
-        description="Requests that run at once. 0: `per_device_batch_size` times the devices of the mesh, MaxText's "
-        "number of dense decode slots; pages, not slots, are what limits memory here, so more is cheap.",
+        description=f"Requests that run at once. 0: {DEFAULT_MAX_NUM_SEQS}, or `per_device_batch_size` times the "
+        "devices of the mesh where that is more, but never more than `paged_max_num_batched_tokens`. MaxText's dense engine "
+        "reserves a full context for each of its `per_device_batch_size` slots; here pages, not slots, cost memory.",
     )
     paged_max_num_batched_tokens: int = Field(
         512, ge=1, description="Tokens of one step, prompts and decodes together: bounds a step's latency."

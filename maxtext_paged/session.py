@@ -18,13 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.configs import pyconfig
 from maxtext.utils import maxtext_utils
 
+from kv_common.errors import ConfigError
 from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
 from kv_execution.attention.select import BackendChoice, choose_backend
 from kv_execution.driver import PagedDriver
 from kv_execution.runtime import PagedRuntime
-from maxtext_paged.config import PagedOptions
+from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
 from maxtext_paged.loading import load_params, params_from_tree
 from maxtext_paged.model import MaxTextPagedModel, model_geometry
 from maxtext_paged.options import check_options
@@ -134,14 +135,17 @@ def open_session(config: Any, *, mesh: Mesh | None = None, params: Any = None, r
 
 def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     """Everything of ``open_session`` that allocates nothing; arguments and errors as there."""
+    if config.attention != "gpu_paged":
+        raise ConfigError(f"attention={config.attention}: a paged session needs attention=gpu_paged")
     options = PagedOptions.from_config(config)
     check_options(config)
     config = paging_config(config)
     mesh = default_mesh(config) if mesh is None else mesh
     geometry = model_geometry(config, mesh)
     max_model_len = int(config.max_target_length)
-    max_num_seqs = options.paged_max_num_seqs or max(1, int(config.per_device_batch_size * mesh.size))
-    max_num_seqs = min(max_num_seqs, options.paged_max_num_batched_tokens)
+    max_num_seqs = options.paged_max_num_seqs or min(
+        max(DEFAULT_MAX_NUM_SEQS, int(config.per_device_batch_size * mesh.size)), options.paged_max_num_batched_tokens
+    )
     kv_dtype = np.dtype(config.dtype).name if options.paged_kv_dtype == "auto" else options.paged_kv_dtype
     one_page = geometry.layout(mesh, num_pages=1, tokens_per_page=options.paged_tokens_per_page, dtype=kv_dtype)
     pool = pool_size(

@@ -35,9 +35,7 @@ class Capabilities:
     max_pages: int | None
     max_pool_bytes: int | None
 
-    def refusal(
-        self, layout: KvStorageLayoutV1, options: AttentionOptions, *, has_sinks: bool = False
-    ) -> str | None:
+    def refusal(self, layout: KvStorageLayoutV1, options: AttentionOptions, *, has_sinks: bool = False) -> str | None:
         """Why this backend cannot serve such a layer: the option and what is allowed; None if it can.
 
         >>> from dataclasses import replace

@@ -96,9 +96,7 @@ class ReferenceBackend:
         options = self._options(k_pool, scale, sliding_window, soft_cap)
         return _decode(options, query, k_pool, v_pool, pages, sinks)
 
-    def _options(
-        self, k_pool: jax.Array, scale: float, sliding_window: int | None, soft_cap: float | None
-    ) -> _Options:
+    def _options(self, k_pool: jax.Array, scale: float, sliding_window: int | None, soft_cap: float | None) -> _Options:
         check_options(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
         num_pages, tokens_per_page = k_pool.shape[:2]
         pages_per_block = min(max(1, self.block_tokens // tokens_per_page), num_pages)
@@ -273,9 +271,7 @@ def _decode_loop(call: _Call, query: jax.Array, num_decodes: jax.Array, *, extra
     return lax.fori_loop(0, -(-num_decodes // tile), run_tile, output)
 
 
-def _chunk_loop(
-    call: _Call, query: jax.Array, output: jax.Array, first_token: jax.Array, tile: int
-) -> jax.Array:
+def _chunk_loop(call: _Call, query: jax.Array, output: jax.Array, first_token: jax.Array, tile: int) -> jax.Array:
     """Fill in the tokens from ``first_token`` on; ``output`` has ``tile`` rows to spare at its end."""
     _, num_heads, head_dim = query.shape
     kv_heads = call.k_pool.shape[2]

@@ -21,8 +21,9 @@ from maxtext_paged.binding import SUPPORTED_BLOCKS, PagePool, attention_geometry
 from maxtext_paged.config import PagedOptions
 from maxtext_paged.model import MaxTextPagedModel, model_geometry
 from maxtext_paged.options import OPTION_TABLE, Verdict, check_options
+from maxtext_paged.session import assemble, open_session
 from maxtext_paged.sizing import pool_size
-from tests.tiny_models import make_config, make_mesh
+from tests.tiny_models import dense_model, make_config, make_mesh
 
 pytestmark = pytest.mark.maxtext
 
@@ -224,3 +225,18 @@ def test_more_tensor_shards_than_kv_heads_are_refused_with_a_way_out() -> None:
     with pytest.raises((LayoutError, ValueError), match=r"fsdp"):
         mesh = make_mesh(config, jax.devices()[:4])
         model_geometry(config, mesh).layout(mesh, num_pages=1, tokens_per_page=16, dtype="float32")
+
+
+def test_a_session_without_gpu_paged_is_refused() -> None:
+    with pytest.raises(ConfigError, match="attention=dot_product"):
+        assemble(make_config(attention="dot_product"))
+
+
+def test_more_requests_than_tokens_in_a_step_are_refused_when_asked_for_and_avoided_when_not() -> None:
+    config = make_config(paged_max_num_seqs=33, paged_max_num_batched_tokens=32, paged_num_pages=4)
+    with pytest.raises(ConfigError, match="paged_max_num_batched_tokens=32 is below paged_max_num_seqs=33"):
+        open_session(config, mesh=make_mesh(config), params=dense_model().params)
+    config = make_config(paged_max_num_batched_tokens=16)
+    assert assemble(config, mesh=make_mesh(config)).max_num_seqs == 16
+    config = make_config(per_device_batch_size=48)
+    assert assemble(config, mesh=make_mesh(config)).max_num_seqs == 48
