@@ -171,12 +171,13 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         raise RequestError(f"messages[{index}] must be an object with a `role` and a `content`")
     content = message.get("content")
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise RequestError(f"messages[{index}].content holds a part that is not text; only text is supported")
-        content = "".join(parts)
+        content = "".join(_text_of(index, part) for part in content)
     if not isinstance(content, str) and not (content is None and "tool_calls" in message):
         raise RequestError(f"messages[{index}].content must be text, not {type(content).__name__}")
     return {**message, "content": content}
+
+
+def _text_of(index: int, part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise RequestError(f"messages[{index}].content holds a part that is not text; only text is supported")

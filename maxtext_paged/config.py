@@ -53,8 +53,8 @@ class PagedOptions(BaseModel):
         ge=0,
         le=4096,
         description=f"Requests that run at once. 0: {DEFAULT_MAX_NUM_SEQS}, or `per_device_batch_size` times the "
-        "devices of the mesh where that is more, but never more than `paged_max_num_batched_tokens`. MaxText's dense engine "
-        "reserves a full context for each of its `per_device_batch_size` slots; here pages, not slots, cost memory.",
+        "devices of the mesh where that is more, but never more than `paged_max_num_batched_tokens`. MaxText's dense "
+        "engine reserves a full context for each of its slots; here pages, not slots, cost memory.",
     )
     paged_max_num_batched_tokens: int = Field(
         512, ge=1, description="Tokens of one step, prompts and decodes together: bounds a step's latency."

@@ -75,7 +75,9 @@ class TokenizersBackend:
         # Settings of some training pipeline: they would cut or lengthen prompts without a word.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.special_tokens = {key: text for key in _NAMED if (text := _token_text(key, config.get(key))) is not None}
+        self.special_tokens: Mapping[str, str] = {
+            key: text for key in _NAMED if (text := _token_text(key, config.get(key))) is not None
+        }
         self.bos_id = self._id("bos_token")
         self.pad_id = self._id("pad_token")
         eos_id = self._id("eos_token")
@@ -134,7 +136,9 @@ class CallersTokenizer:
         stops = (f"eos{suffix}", "eos_ids", "eos_token_ids", "stop_tokens")
         self.eos_ids = [i for name in stops for i in _known_ids(theirs, name)]
         self.reads_special_tokens = like_transformers
-        self.special_tokens = {key: str(v) for key in _NAMED if (v := getattr(theirs, key, None)) is not None}
+        self.special_tokens: Mapping[str, str] = {
+            key: str(v) for key in _NAMED if (v := getattr(theirs, key, None)) is not None
+        }
         template = getattr(theirs, "chat_template", None)
         self.templates: dict[str, str] = {"default": template} if isinstance(template, str) else dict(template or {})
         has_views = all(callable(getattr(theirs, name, None)) for name in ("apply_chat_template", "batch_decode"))

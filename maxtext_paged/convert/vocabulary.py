@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -86,7 +87,7 @@ def write_tokenizer_files(file: GgufFile, directory: Path) -> None:
     if not eos_ids:
         raise UnsupportedError(f"{file.path.name}: the file names no end-of-text token")
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    config = {key: tokens[i] for key, name in named.items() if (i := token_id(name)) is not None}
+    config: dict[str, Any] = {key: tokens[i] for key, name in named.items() if (i := token_id(name)) is not None}
     config |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": bool(file.metadata.get("tokenizer.ggml.add_bos_token", False)),

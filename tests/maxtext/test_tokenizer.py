@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from kv_common.errors import ConfigError, RequestError
 from maxtext_paged.convert import find_packaged_gguf
 from maxtext_paged.convert.gguf import GgufFile
 from maxtext_paged.convert.vocabulary import write_tokenizer_files
-from maxtext_paged.tokenizer import HfTokenizer, as_token_ids
+from maxtext_paged.tokenizer import HfTokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [
@@ -100,6 +101,13 @@ def test_a_character_cut_in_the_middle_is_marked_not_dropped(character, smollm2)
         assert text.rstrip("\N{REPLACEMENT CHARACTER}") in ("end ", "end") and text.endswith(
             "\N{REPLACEMENT CHARACTER}"
         )
+
+
+@pytest.mark.parametrize("text", ["  12  34", "x² ½ 12", "in 2018-01-22"])
+def test_every_digit_is_split_off_before_anything_else(text, smollm2):
+    """llama.cpp's rule for "smollm": first ``\\p{N}``, then GPT-2's pattern."""
+    apart = [piece for piece in re.split(r"([0-9²½])", text) if piece]
+    assert smollm2.encode(text) == [i for piece in apart for i in smollm2.encode(piece)]
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
@@ -251,55 +259,6 @@ def test_a_caller_finds_its_own_tokenizer_unchanged(tmp_path):
     ours = HfTokenizer.wrap(theirs, eos_ids=theirs.token_to_id("<stop>"))
     assert ours.encode("hello world hello <stop>") == [3, 4, 3, 7] and ours.eos_ids == {7}
     assert theirs.truncation["max_length"] == 2
-
-
-# Prompts given as ids
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        [3, 1],
-        (3, 1),
-        [np.int64(3), np.int32(1)],
-        np.array([3, 1], np.int32),
-        np.array([[3, 1]]),
-        [[3, 1]],
-        {"input_ids": [3, 1], "attention_mask": [1, 1]},
-        {"input_ids": np.array([[3, 1]])},
-    ],
-    ids=repr,
-)
-def test_ids_are_accepted_in_the_shapes_tokenizers_return(value):
-    ids = as_token_ids(value)
-    assert ids == [3, 1] and all(type(i) is int for i in ids)
-
-
-@pytest.mark.parametrize("value", [[], (), np.zeros(0, np.int32), {"input_ids": []}], ids=repr)
-def test_no_ids_are_no_ids(value):
-    assert as_token_ids(value) == []
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "31",
-        3,
-        None,
-        [3.0, 1.0],
-        [True, False],
-        ["3"],
-        [[3], [1]],
-        [[3], [1, 2]],
-        np.zeros((2, 2), int),
-        {"ids": [3]},
-        [-1],
-    ],
-    ids=repr,
-)
-def test_anything_else_is_refused_by_what_it_is(value):
-    with pytest.raises(RequestError, match=r"token ids must|must hold input_ids"):
-        as_token_ids(value)
 
 
 # What is imported
