@@ -129,9 +129,7 @@ class BackendConformance:
         for poison in (np.nan, np.inf, 1e30, -1e30):
             step = make_step(requests, poison=poison)
             assert_equals_dense(run(self.backend, step), step)
-            assert_equals_dense(
-                run(self.backend, step, EVERYTHING, sinks=sinks), step, EVERYTHING, sinks=sinks
-            )
+            assert_equals_dense(run(self.backend, step, EVERYTHING, sinks=sinks), step, EVERYTHING, sinks=sinks)
 
     @pytest.mark.parametrize("num_new", [1, 6])
     def test_page_0_and_the_last_page_are_pages_like_any_other(self, rng, num_new):

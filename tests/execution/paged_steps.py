@@ -82,9 +82,7 @@ def make_request(
     dim: int = 16,
     first_page_offset: int = 0,
 ) -> Request:
-    query, key, value = (
-        rng.normal(size=(length, n, dim)).astype(np.float32) for n in (heads, kv_heads, kv_heads)
-    )
+    query, key, value = (rng.normal(size=(length, n, dim)).astype(np.float32) for n in (heads, kv_heads, kv_heads))
     return Request(query, key, value, num_new, first_page_offset)
 
 

@@ -62,14 +62,26 @@ def test_each_kind_of_choice_is_announced_once(caplog, monkeypatch):
             choose_backend(requested, platform, LAYOUT)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 3
-    assert lines[0] == (
-        "paged attention backend: reference (native is not built: the jnp reference serves cpu)"
-    )
+    assert lines[0] == ("paged attention backend: reference (native is not built: the jnp reference serves cpu)")
 
 
 def test_a_geometry_the_reference_cannot_store_is_refused_at_start():
     with pytest.raises(UnsupportedError, match="paged_kv_dtype=int8: allowed are bfloat16, float16, float32"):
         choose_backend("auto", "cpu", replace(LAYOUT, dtype="int8"))
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "warned"),
+    [
+        ("cpu", "bfloat16", True),
+        ("cpu", "float16", False),
+        ("cpu", "float32", False),
+        ("cuda", "bfloat16", False),
+    ],
+)
+def test_a_dtype_that_works_but_costs_dearly_is_said_aloud(platform, dtype, warned):
+    reason = choose_backend("auto", platform, replace(LAYOUT, dtype=dtype)).reason
+    assert ("slow with paged_kv_dtype=bfloat16" in reason) is warned
 
 
 @pytest.mark.parametrize(
