@@ -23,6 +23,10 @@ _announced: set[tuple[str, str]] = set()
 KNOWN_BACKENDS = ("auto", "reference", "native", "triton", "aiter", "flashinfer")
 BUILT_BACKENDS = ("reference",)
 _PREFERRED = {"cpu": "native", "cuda": "triton", "gpu": "triton", "rocm": "triton"}
+_BFLOAT16_ON_CPU = (
+    "slow with paged_kv_dtype=bfloat16: XLA:CPU turns each layer's whole pool into float32 and back at every "
+    "step, and needs the memory for it; float16 and float32 are read and written in place"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ def choose_backend(
         reason = f"{missing}: the jnp reference serves {platform}"
     if killed:
         reason = f"paged_attention_native=0 forbids custom kernels; {reason}"
+    if platform == "cpu" and layout.dtype == "bfloat16":
+        reason += f"; {_BFLOAT16_ON_CPU}"
     choice = BackendChoice("reference", reason, ReferenceBackend())
     _announce(choice)
     return choice
