@@ -35,9 +35,7 @@ def per_layer_loop(arrays: list[np.ndarray], pages: np.ndarray, value: float) ->
 
 
 def addresses(pools) -> list[int]:
-    return [
-        shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(pools) for shard in x.addressable_shards
-    ]
+    return [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(pools) for shard in x.addressable_shards]
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 9, 64, 65, 512, 513, NUM_PAGES])
@@ -122,9 +120,7 @@ def test_a_pool_has_the_layout_s_shape_dtype_and_bytes_and_is_zero(dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", "float8_e5m2"])
 def test_dtypes_that_need_scales_are_refused_by_name(dtype):
-    with pytest.raises(
-        ConfigError, match=f"paged_kv_dtype='{dtype}' needs scales.*float32, bfloat16, float16"
-    ):
+    with pytest.raises(ConfigError, match=f"paged_kv_dtype='{dtype}' needs scales.*float32, bfloat16, float16"):
         pool_dtype(dtype)
 
 

@@ -72,6 +72,4 @@ def test_off_is_none_and_other_spellings_of_it_are_refused(wrong):
     step = make_step([make_request(np.random.default_rng(0), 3, 3)])
     options = {"scale": 1.0, "sliding_window": None, "soft_cap": None, "sinks": None, **wrong}
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        ReferenceBackend().attend(
-            step.query, step.k_pool, step.v_pool, PageMetadata.from_table(step.table), **options
-        )
+        ReferenceBackend().attend(step.query, step.k_pool, step.v_pool, PageMetadata.from_table(step.table), **options)

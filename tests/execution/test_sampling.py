@@ -208,9 +208,7 @@ def test_greedy_and_sampled_rows_with_and_without_filters_share_a_batch():
 
 @settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.integers(0, 10**6), st.integers(0, 15), st.data())
-def test_a_row_s_token_is_free_of_its_index_its_mates_and_the_batch_size(
-    seed, sample_index, position, row, data
-):
+def test_a_row_s_token_is_free_of_its_index_its_mates_and_the_batch_size(seed, sample_index, position, row, data):
     mine = {"seed": seed, "sample_index": sample_index, "position": position}
     mine |= data.draw(st.sampled_from([{}, {"top_p": 0.9}, {"top_k": 12, "temperature": 2.0}]))
     rng = np.random.default_rng(seed)

@@ -103,9 +103,7 @@ def test_a_layout_that_counts_other_shards_than_the_mesh_is_refused():
 @pytest.mark.multi_device
 def test_each_device_holds_its_heads_and_replicas_hold_the_same():
     mesh = jax.make_mesh((2, 2, 2), ("data", "model", "expert"), axis_types=(AxisType.Auto,) * 3)
-    layout = KvStorageLayoutV1(
-        1, 4, 4, num_kv_heads=8, head_dim=8, dtype="float32", head_shards=4, pool_replicas=2
-    )
+    layout = KvStorageLayoutV1(1, 4, 4, num_kv_heads=8, head_dim=8, dtype="float32", head_shards=4, pool_replicas=2)
     sharding = kv_pool_sharding(mesh, layout, ("model", "expert"))
     assert sharding.spec == PartitionSpec(None, None, ("model", "expert"), None)
     heads = [index[2] for index in sharding.devices_indices_map(layout.pool_shape).values()]
