@@ -17,6 +17,7 @@ from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
 from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES, Capabilities
 from kv_execution.attention.native import NATIVE_CAPABILITIES, NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
+from kv_execution.dispatch import SplitFloors
 from kv_execution.native.library import native_available, native_library
 
 _log = logging.getLogger(__name__)
@@ -24,18 +25,6 @@ _announced: set[tuple[str, str]] = set()
 
 KNOWN_BACKENDS = ("auto", "reference", "native", "triton", "aiter", "flashinfer")
 _PREFERRED = {"cpu": "native", "cuda": "triton", "gpu": "triton", "rocm": "triton"}
-
-
-@dataclass(frozen=True, slots=True)
-class SplitFloors:
-    """Visible KV tokens from which decode rows are cut over their keys.
-
-    Attributes:
-      min_tokens: for one request alone. min_tokens_per_request: on average, for several in a step.
-    """
-
-    min_tokens: int = 0
-    min_tokens_per_request: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The native CPU library: found, checked and registered with jax, once, in one place.
 
 For:        knowing whether the C++ kernels run here, and why not; their instruction sets and counts.
-Not for:    calling a kernel (attention/native.py) or building one (CMakeLists.txt).
+Not for:    calling a kernel (attention/native.py) or building one (csrc/CMakeLists.txt).
 May import: the standard library, numpy, jax.
 """
 
@@ -11,7 +11,6 @@ import ctypes
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -21,7 +20,6 @@ from kv_common.errors import UnsupportedError
 
 LIBRARY_NAME = "libmaxtext_paged_cpu.so"
 APPEND_TARGET, ATTEND_TARGET = "maxtext_paged_append", "maxtext_paged_attend"
-_DISTRIBUTION = "maxtext-paged"
 _NUM_COUNTS = 5
 
 
@@ -70,8 +68,7 @@ class NativeLibrary:
 def native_available() -> str | None:
     """Why the native kernels cannot run in this process; None when they can.
 
-    The library is looked for beside this file (a wheel, or a build in the source tree) and in the installed
-    distribution (an editable install), and refused if it was built for another FFI than jaxlib's.
+    It must have been built, and against an FFI version that the installed jaxlib speaks.
     """
     found = _load()
     return found if isinstance(found, str) else None
@@ -89,20 +86,15 @@ def native_library() -> NativeLibrary:
     return found
 
 
-def candidate_paths() -> list[Path]:
-    """Where the library may be, the first that exists is taken."""
-    places = [Path(__file__).parent / LIBRARY_NAME]
-    try:
-        installed = metadata.distribution(_DISTRIBUTION).locate_file(f"kv_execution/native/{LIBRARY_NAME}")
-    except metadata.PackageNotFoundError:
-        return places
-    return [*places, Path(str(installed))]
+def library_path() -> Path:
+    """Where the library lies, in a wheel and in a source tree: beside this file."""
+    return Path(__file__).parent / LIBRARY_NAME
 
 
 @cache
 def _load() -> NativeLibrary | str:
-    path = next((path for path in candidate_paths() if path.is_file()), None)
-    if path is None:
+    path = library_path()
+    if not path.is_file():
         return (
             "the C++ kernels are not built: install a C++17 compiler (g++ or clang++) and install maxtext-paged again"
         )

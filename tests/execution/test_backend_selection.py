@@ -15,7 +15,8 @@ from kv_execution.attention.api import AttentionOptions
 from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES
 from kv_execution.attention.native import NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
-from kv_execution.attention.select import SplitFloors, choose_backend
+from kv_execution.attention.select import choose_backend
+from kv_execution.dispatch import SplitFloors
 from kv_execution.native.library import native_available, native_library
 
 LAYOUT = KvStorageLayoutV1(2, 64, 16, num_kv_heads=2, head_dim=80, dtype="float32")
@@ -35,7 +36,7 @@ def without_native(monkeypatch):
 def announced(caplog, monkeypatch):
     monkeypatch.setattr(select, "_announced", set())
     with caplog.at_level(logging.INFO, logger="kv_execution"):
-        yield caplog.records
+        yield caplog
 
 
 @built
@@ -77,7 +78,7 @@ def test_what_the_native_kernels_cannot_serve_runs_the_reference_and_says_so(ann
     choice = choose_backend("auto", "cpu", replace(LAYOUT, head_dim=72))
     assert (choice.name, choice.backend) == ("reference", ReferenceBackend())
     assert "native cannot serve head_dim=72: allowed are 16, 32" in choice.reason
-    assert [record.levelname for record in announced] == ["WARNING"]
+    assert [record.levelname for record in announced.records] == ["WARNING"]
     with pytest.raises(UnsupportedError, match="paged_backend=native: it cannot serve head_dim=72"):
         choose_backend("native", "cpu", replace(LAYOUT, head_dim=72))
 
@@ -111,8 +112,8 @@ def test_the_kill_switch_wins_and_is_part_of_the_reason(requested):
 def test_each_kind_of_choice_is_announced_once_and_louder_where_it_disappoints(announced, without_native):
     for requested, platform in [("auto", "cpu"), ("auto", "cpu"), ("reference", "cpu"), ("auto", "cuda")]:
         choose_backend(requested, platform, LAYOUT)
-    assert [record.levelname for record in announced] == ["WARNING", "INFO", "WARNING"]
-    assert announced[0].getMessage() == (
+    assert [record.levelname for record in announced.records] == ["WARNING", "INFO", "WARNING"]
+    assert announced.records[0].getMessage() == (
         f"paged attention backend: reference (native is not built ({NOT_BUILT}): the jnp reference serves cpu)"
     )
 
