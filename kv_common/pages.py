@@ -51,9 +51,7 @@ def last_page_len(num_tokens: Any, tokens_per_page: int) -> Any:
     return num_tokens - earlier_pages * tokens_per_page
 
 
-def page_and_offset(
-    positions: NDArray[np.int64], tokens_per_page: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def page_and_offset(positions: NDArray[np.int64], tokens_per_page: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Which page of its request each position lies on, and where on that page.
 
     >>> [part.tolist() for part in page_and_offset(np.array([0, 3, 4, 9]), 4)]
@@ -62,9 +60,7 @@ def page_and_offset(
     return positions // tokens_per_page, positions % tokens_per_page
 
 
-def slots_of(
-    pages: NDArray[np.int32], start: int, num_tokens: int, tokens_per_page: int
-) -> NDArray[np.int32]:
+def slots_of(pages: NDArray[np.int32], start: int, num_tokens: int, tokens_per_page: int) -> NDArray[np.int32]:
     """Slots of tokens ``start .. start + num_tokens - 1`` of a request that holds ``pages``.
 
     Args:

@@ -41,7 +41,7 @@ class GrowingArray[Scalar: np.generic]:
     __slots__ = ("_buffer", "_size")
 
     def __init__(self, initial: NDArray[Scalar]) -> None:
-        self._buffer = initial.copy()
+        self._buffer = initial  # full, so the first append moves on to a buffer of our own
         self._size = len(initial)
 
     def __len__(self) -> int:

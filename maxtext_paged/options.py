@@ -79,7 +79,7 @@ OPTION_TABLE: tuple[OptionRule, ...] = (
         "max_prefill_predict_length",
         "accepted for MaxText's sake; prompts may be as long as max_target_length - 1",
     ),
-    _honoured("per_device_batch_size", "raises the default of `paged_max_num_seqs` where it (times devices) is more than 32"),
+    _honoured("per_device_batch_size", "times devices, raises the default of `paged_max_num_seqs`"),
     _honoured(
         "decode_sampling_strategy",
         "default where a request is silent: greedy, weighted, nucleus, topk, composite",

@@ -128,7 +128,7 @@ class PagedInferenceWorker:
             max_tokens = max(room, 1)
         return Request(
             id=self._ids.new(),
-            prompt=row.tokens,
+            prompt=row.tokens,  # type: ignore[arg-type]  # checked and converted there
             sampling=row.sampling,
             max_tokens=max_tokens,
             stop_token_ids=self.stop_token_ids | row.stop_token_ids,

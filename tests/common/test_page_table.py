@@ -127,6 +127,7 @@ def test_a_decode_lists_a_page_from_the_token_that_needs_it(length, expected):  
         PageRow(0, -1, pages()),
         PageRow(8, 1, pages(0, 1), 2),  # a first page that begins inside a page
         PageRow(4, 1, pages(0), 8),  # a first page behind the new tokens
+        PageRow(3, 3, pages(0), 4),  # and one behind some of them
         PageRow(4, 1, pages(0, 1, 2), -4),
     ],
 )

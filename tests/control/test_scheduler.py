@@ -18,6 +18,7 @@ from tests.strategies import (
     next_token,
     prompt_logprobs_alone,
     request_of,
+    submit_all,
 )
 
 
@@ -89,7 +90,10 @@ def test_an_id_in_use_and_a_request_submitted_twice_are_refused():  # CASES 175
     first = request_of(1, 3, max_tokens=1)
     loop.scheduler.submit(first)
     with pytest.raises(RequestError, match="id 1 is in use"):
-        loop.scheduler.submit(request_of(1, 3))
+        loop.scheduler.submit(request_of(1, 3))  # while it waits
+    loop.scheduler.schedule()
+    with pytest.raises(RequestError, match="id 1 is in use"):
+        loop.scheduler.submit(request_of(1, 3))  # while it runs
     loop.step()
     assert first.finished
     with pytest.raises(RequestError, match="submitted before"):
@@ -202,6 +206,23 @@ def test_pages_that_running_requests_are_about_to_need_are_not_promised_to_the_n
     loop.step()
     assert loop.engine.control.num_free_pages == 3
     assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (1, 1)
+
+
+def test_pages_a_running_request_already_holds_are_not_kept_free_for_it_again():
+    loop = loop_of(control_of(4))
+    submit_all(loop.scheduler, [request_of(0, 5, max_tokens=4)])  # 8 slots, two pages, both held after one step
+    loop.step()
+    assert loop.engine.control.num_free_pages == 2
+    submit_all(loop.scheduler, [request_of(1, 5, max_tokens=4)])
+    loop.step()
+    assert loop.scheduler.num_running == 2
+
+
+def test_no_more_run_at_once_than_the_scheduler_was_told_though_rows_are_free():
+    loop = loop_of(control_of(32, max_num_seqs=4), max_num_seqs=2)
+    submit_all(loop.scheduler, [request_of(i, 2, max_tokens=4) for i in range(5)])
+    loop.drain()
+    assert max(len(plan.slices) for plan in loop.engine.plans) == 2
 
 
 def test_as_many_run_at_once_as_there_are_rows_and_the_next_enters_when_one_ends():
@@ -447,6 +468,19 @@ def test_a_front_that_waits_for_pages_held_elsewhere_is_failed_and_the_next_runs
     assert "needs 3 pages" in front.error and "2 pages of 4" in front.error
     assert small.tokens[4:].tolist() == completion_alone(small.prompt, 2)
     assert control.num_free_pages == 2
+
+
+def test_each_front_gets_the_same_patience():
+    control = control_of(4)
+    outside = control.open()
+    control.reserve([RequestSlice(outside, 0, np.zeros(8, np.int32))])
+    loop = loop_of(control)
+    fronts = submit_all(loop.scheduler, [request_of(i, 9, max_tokens=1) for i in range(3)])
+    failed_after = []
+    for turn in range(1, 3 * MAX_IDLE_SCHEDULES + 1):
+        loop.step()
+        failed_after += [turn] * len(loop.scheduler.pop_finished())
+    assert failed_after == [MAX_IDLE_SCHEDULES * (i + 1) for i in range(len(fronts))]
 
 
 def test_a_front_whose_pages_come_back_in_time_is_not_failed():

@@ -123,11 +123,11 @@ class ControlMachine(RuleBasedStateMachine):
                 if not books.running:
                     assert all(older.running for older in self.model.live[: self.model.live.index(books)])
                     books.running = True
-        for books in self.model.live:  # admitted, with nothing of the budget left for it
+        for books in self.model.live:
             assert books.running == (books.request.handle is not None)
-        first = next((books for books in self.model.live if books.running), None)
-        if first is not None:
-            assert first is self.model.live[0] and first.request.id in chosen  # the oldest always moves
+        running = [books.request.id for books in self.model.live if books.running]
+        assert running == [books.request.id for books in self.model.live[: len(running)]]  # the oldest run
+        assert sorted(chosen) == running and len(running) <= self.scheduler.max_num_seqs  # and all of them move
         return self.scheduler.slices(scheduled)
 
     def books_of(self, piece: RequestSlice) -> Books:

@@ -33,9 +33,9 @@ class TestReferenceBackendInTinyTiles:
     test_decode = BackendConformance.test_decode_of_one_token_per_request_equals_dense_attention
 
 
-def _temporary_bytes(index_capacity: int, token_rung: int = 16) -> int:
-    """Scratch memory of one compiled ``attend`` whose requests may list ``index_capacity`` pages."""
-    num_rows, num_pages = 4, 512
+def _temporary_bytes(num_pages: int, token_rung: int = 16) -> int:
+    """Scratch memory of one compiled ``attend`` whose requests may list every page of the pool."""
+    num_rows, index_capacity = 4, num_pages
     i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     pages = PageMetadata(
         query_start_loc=i32(num_rows + 1),
@@ -57,10 +57,10 @@ def _temporary_bytes(index_capacity: int, token_rung: int = 16) -> int:
 
 
 def test_scratch_memory_does_not_grow_with_the_longest_context():
-    short, long = _temporary_bytes(64), _temporary_bytes(64_000)
-    one_gather = 16 * 64_000 * 16 * 3 * 64 * 4  # [T, context, kv_heads, dim] float32
+    short, long = _temporary_bytes(num_pages=16), _temporary_bytes(num_pages=16_384)
     assert long <= short + 4096
-    assert long < one_gather / 100
+    block_of_a_tile = 8 * 128 * 3 * 64 * 4  # [decode_tile, block_tokens, kv_heads, head_dim] float32
+    assert long < 4 * block_of_a_tile
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,15 @@ def test_filters_keep_exactly_the_tokens_a_sort_would(cases):
             boundary = numpy_filter(case[0], case[1], case[2], 1.0, 0.0)
             mass = np.cumsum(-np.sort(-boundary))
             assert np.abs(mass - case[3]).min() < 1e-6, (case, row, wanted)
+            assert (row != wanted).sum() == 1
+
+
+@pytest.mark.parametrize(("top_p", "num_kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
+def test_a_nucleus_that_is_met_exactly_takes_no_further_token(top_p, num_kept):
+    logits = np.full((8, 9), -np.inf, np.float32)
+    logits[:, [1, 3, 4, 8]] = 2.5  # four equal weights: their sums are exact in float32
+    kept = np.asarray(_kept()(logits, inputs(8, top_p=top_p)))
+    assert [np.flatnonzero(row).tolist() for row in kept] == [[1, 3, 4, 8][:num_kept]] * 8
 
 
 def test_top_k_above_the_vocabulary_and_every_spelling_of_off_change_nothing():

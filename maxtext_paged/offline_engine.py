@@ -1,0 +1,277 @@
+"""``OfflineEngine``: a drop-in for MaxText's, over a paged pool.
+
+For:        prompts in, completions out, in MaxText's own types.
+Not for:    the loop (worker.py), files (the command), text (callers decode with ``engine.tokenizer``).
+May import: kv_common, kv_control, jax, maxtext, maxtext_paged.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from kv_common.errors import ConfigError, KvCacheError, UnsupportedError
+from kv_control.plan import SamplingSpec
+from kv_control.request import FinishReason
+from maxtext_paged.batch_rows import BatchRows
+from maxtext_paged.dense import check_dense_engine
+from maxtext_paged.imports import import_dense_engine
+from maxtext_paged.rows import RowResult, Usage
+from maxtext_paged.sampling_defaults import default_sampling
+from maxtext_paged.session import PagedSession, open_session
+from maxtext_paged.tokenizer import HfTokenizer, as_ids, load_tokenizer
+from maxtext_paged.worker import PagedInferenceWorker
+
+logger = logging.getLogger(__name__)
+maxtext_engine = import_dense_engine()
+
+_IRRELEVANT = {
+    "enable_batch_prefill": (False, "prompts and decodes always share steps"),
+    "min_decode_steps": (10, "rows are looked at after every step"),
+    "prefill_lengths": ("auto", "prompts are not padded to buckets of their own"),
+    "batch_prefill_max_batch_size": (16, "`paged_max_num_batched_tokens` bounds a step"),
+}
+"""Arguments that say how MaxText's dense engine works: their defaults, and why they do nothing here."""
+
+
+@dataclass(kw_only=True, eq=False)
+class CompletionOutput(maxtext_engine.CompletionOutput):  # type: ignore[name-defined]
+    """MaxText's completion, and why it ended.
+
+    Attributes:
+      index: the row's id as text; an array's id is its place in the call.
+      token_ids: int32 ``[n]``, prompt and completion; a token that ended it is kept.
+      logprobs: float32 ``[n]``, under the unmodified model distribution (before temperature and filters); NaN at
+        position 0, and wherever a failed row has none.
+      prompt_length: tokens of the prompt; splits both arrays.
+      finish_reason: "stop", "length", "cancelled" or "error".
+      usage: its tokens, and how often it was preempted.
+      error: why, where the reason is "error".
+    """
+
+    finish_reason: FinishReason
+    usage: Usage
+    error: str | None = None
+
+    @classmethod
+    def of(cls, result: RowResult) -> CompletionOutput:
+        """A row's result in MaxText's shape."""
+        return cls(
+            index=str(result.row.id),
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            prompt_length=result.usage.prompt_tokens,
+            finish_reason=result.finish_reason,
+            usage=result.usage,
+            error=result.error,
+        )
+
+
+class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
+    """MaxText's ``OfflineEngine``, paged where the configuration says ``attention=gpu_paged``.
+
+    Any other configuration is MaxText's dense engine, unchanged, where that can run (dense.py says when not).
+    What differs under ``gpu_paged``:
+
+    - A row fails alone: its output carries ``error``, the others are completed. Outputs come in input order.
+    - A row may generate until the context is full (``max_target_length`` less its own prompt), not
+      ``max_target_length - max_prefill_predict_length`` tokens whatever its prompt; ``max_tokens`` says less.
+    - A prompt may be as long as the context (then it is only scored); a longer one fails and is never cut.
+    - Sampling follows ``decode_sampling_*`` (see ``default_sampling``). Every row draws from a stream of its own,
+      made from the run key, its seed (or its place in the call) and the position, so neither batch mates nor
+      order change a token.
+    - ``return_log_prob`` need not be set: logprobs are always returned. Nothing runs in threads.
+
+    Attributes:
+      tokenizer: the caller's own object, or the one the configuration names, or None (see ``eos_ids``).
+      eos_ids: every token that ends a row, sorted. worker: what runs the rows. session: the loop behind it.
+      params: the weights in use. mesh, rng: what is in use.
+      max_decode_length: most tokens any row can get.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        params: Any = None,
+        enable_batch_prefill: bool = False,
+        min_decode_steps: int = 10,
+        tokenizer: Any = None,
+        eos_ids: list[int] | None = None,
+        prefill_lengths: list[int] | str = "auto",
+        batch_prefill_max_batch_size: int = 16,
+        mesh: Mesh | None = None,
+        rng: Any = None,
+        debug: bool = False,
+    ) -> None:
+        """Load the model and allocate its pool.
+
+        Args:
+          config: MaxText's configuration.
+          params: weights (``nnx.State`` or mapping, scanned or not); None loads ``load_parameters_path``.
+          enable_batch_prefill, min_decode_steps, prefill_lengths, batch_prefill_max_batch_size: accepted, and
+            irrelevant under ``gpu_paged``; one INFO line says so where they are set.
+          tokenizer: used for end tokens and handed out again; None loads the one the configuration names,
+            unless ``eos_ids`` are given: then, as with MaxText, there is none.
+          eos_ids: end tokens, besides those of the tokenizer (and of the generation config beside it).
+          mesh: devices to use; None takes MaxText's mesh over all of them.
+          rng: run key of sampling; None is key 0.
+          debug: log a line for every finished row.
+
+        Raises:
+          ConfigError, UnsupportedError: by name, before anything large is allocated.
+        """
+        settings = {
+            "enable_batch_prefill": enable_batch_prefill,
+            "min_decode_steps": min_decode_steps,
+            "prefill_lengths": prefill_lengths,
+            "batch_prefill_max_batch_size": batch_prefill_max_batch_size,
+        }
+        self.session: PagedSession | None = None
+        self._paged = config.attention == "gpu_paged"
+        if not self._paged:
+            check_dense_engine(config.attention)
+            super().__init__(
+                config, params, tokenizer=tokenizer, eos_ids=eos_ids, mesh=mesh, rng=rng, debug=debug, **settings
+            )
+            return
+        for name, value in settings.items():
+            setattr(self, name, value)
+        idle = [f"{name} ({why})" for name, (off, why) in _IRRELEVANT.items() if settings[name] != off]
+        if idle:
+            logger.info("attention=gpu_paged has no use for %s", ", ".join(idle))
+        self._defaults = default_sampling(config)
+        self.tokenizer, self.eos_ids = _tokenizer_and_ends(config, tokenizer, eos_ids)
+        logger.info("end tokens: %s", self.eos_ids or "none")
+        self.config = config
+        self.debug = debug
+        self.session = open_session(config, mesh=mesh, params=params, rng=rng)
+        self.params = self.session.runtime.params
+        self.mesh = self.session.model.mesh
+        self.rng = jax.random.PRNGKey(0) if rng is None else rng
+        self.max_prefill_length = int(config.max_target_length)
+        self.max_decode_length = int(config.max_target_length) - 1
+        self.worker: Any = PagedInferenceWorker(self.session, stop_token_ids=self.eos_ids)  # MaxText's, if dense
+
+    def update_params(self, params: Any) -> None:
+        """Exchange the weights for the next call: a trainer's parameters as they are, scanned or not. Nothing
+        compiles."""
+        if not self._paged:
+            super().update_params(params)
+            return
+        self._running_session()
+        self.worker.update_params(params)
+        self.params = self.worker.session.runtime.params
+
+    def batch_inference(
+        self,
+        data: Iterable[Any],
+        desc: str = "",
+        rng: Any = None,
+        *,
+        max_tokens: int | Sequence[int | None] | None = None,
+        min_tokens: int | Sequence[int | None] | None = None,
+        ignore_eos: bool = False,
+        sampling: SamplingSpec | Sequence[SamplingSpec | None] | None = None,
+        seed: int | Sequence[int | None] | None = None,
+    ) -> list[CompletionOutput]:
+        """Complete every row; outputs come in input order, one per row, whatever failed.
+
+        Args:
+          data: rows, of one kind or mixed: ``InputData`` (tokens beyond ``true_length`` are padding), jax or numpy
+            arrays ``[n]`` or ``[1, n]``, lists of token ids, or a tokenizer's mapping with ``input_ids``. Anything
+            else is that row's error.
+          desc: named in the log line of this call.
+          rng: run key from this call on; None keeps the one there is, and with it the samples of equal rows.
+          max_tokens: most tokens to generate, for all rows or one per row; None is as many as fit.
+          min_tokens: no token ends a row before so many.
+          ignore_eos: no token ends a row.
+          sampling: instead of ``decode_sampling_*``, for all rows or one per row; seeds come from ``seed``.
+          seed: of each row's samples; one number for all rows means the same stream for each. None makes one from
+            the row's place in the call.
+
+        Raises:
+          ValueError: two rows share an id (as text, for that is how outputs carry it), or an argument has another
+            length than ``data``.
+        """
+        options = {"max_tokens": max_tokens, "min_tokens": min_tokens, "sampling": sampling, "seed": seed}
+        if not self._paged:
+            asked = [name for name, value in {**options, "ignore_eos": ignore_eos or None}.items() if value is not None]
+            if asked:
+                raise UnsupportedError(f"{', '.join(asked)}: only with attention=gpu_paged")
+            return super().batch_inference(data, desc, rng)
+        session = self._running_session()
+        rows = BatchRows(data, defaults=self._defaults, ignore_eos=ignore_eos, **options)
+        self.rng = self.rng if rng is None else rng
+        started, before = time.monotonic(), replace(session.driver.metrics)
+        results = self.worker.run_inference(rows, rng) + rows.unreadable
+        results.sort(key=lambda result: result.row.index)
+        self._report(desc, results, time.monotonic() - started, before)
+        return [CompletionOutput.of(result) for result in results]
+
+    def close(self) -> None:
+        """Give the pool's memory back; weights are let go, and stay the caller's where they are. Once is enough."""
+        if self.session is not None:
+            self.session.close()
+        self.session = self.worker = self.params = None
+
+    def prepare_data(self, data: Any) -> Any:
+        """MaxText's padding and sorting, which has no place here.
+
+        Raises:
+          UnsupportedError: under ``gpu_paged``.
+        """
+        self._dense_only("prepare_data")
+        return super().prepare_data(data)
+
+    def pad_data(self, data: Any) -> Any:
+        """As ``prepare_data``."""
+        self._dense_only("pad_data")
+        return super().pad_data(data)
+
+    def _dense_only(self, name: str) -> None:
+        if self._paged:
+            raise UnsupportedError(f"{name}: attention=gpu_paged neither pads, sorts nor cuts rows")
+
+    def _running_session(self) -> PagedSession:
+        if self.session is None:
+            raise KvCacheError("this OfflineEngine was closed")
+        return self.session
+
+    def _report(self, desc: str, results: list[RowResult], seconds: float, before: Any) -> None:
+        metrics = self._running_session().driver.metrics
+        for result in results if self.debug else ():
+            logger.info("row %s: %s, %s %s", result.row.id, result.finish_reason, result.usage, result.error or "")
+        logger.info(
+            "batch_inference%s: %d rows (%d failed), %d tokens generated in %.2f s, %d steps, %d preemptions",
+            f" {desc}" if desc else "",
+            len(results),
+            sum(result.finish_reason == "error" for result in results),
+            sum(result.usage.completion_tokens for result in results),
+            seconds,
+            metrics.num_steps - before.num_steps,
+            metrics.num_preemptions - before.num_preemptions,
+        )
+
+
+def _tokenizer_and_ends(config: Any, tokenizer: Any, eos_ids: Any) -> tuple[Any, list[int]]:
+    """The tokenizer to hand out, and the union of its end tokens and the caller's."""
+    if tokenizer is None and eos_ids is None:
+        try:
+            tokenizer = load_tokenizer(config)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or give the engine `tokenizer=` or `eos_ids=`") from error
+    ends = set(as_ids(eos_ids))
+    if tokenizer is not None:
+        try:
+            ends |= HfTokenizer.wrap(tokenizer).eos_ids
+        except ConfigError as error:
+            if eos_ids is None:
+                raise
+            logger.warning("only the given eos_ids end a row: %s", error)
+    return tokenizer, sorted(ends)

@@ -1,0 +1,114 @@
+"""What each key of an input row may hold.
+
+For:        the table of a row's options with their checks, and the keys of other tools that are refused by name.
+Not for:    reading lines (formats.py) or limits that depend on a model (intake.py).
+May import: the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+PROMPTS = ("prompt", "messages", "tokens")
+_MAX_TOKEN_ID = 2**31 - 1
+
+Check = Callable[[Any], str | None]
+"""Says what was wanted, or None where the value fits."""
+
+
+def _at_least(low: int) -> Check:
+    return lambda value: None if type(value) is int and value >= low else f"a whole number of at least {low}"
+
+
+def _number(wanted: str, fits: Callable[[float], bool]) -> Check:
+    def check(value: Any) -> str | None:
+        if type(value) not in (int, float):
+            return wanted
+        try:
+            number = float(value)
+        except OverflowError:
+            return wanted
+        return None if math.isfinite(number) and fits(number) else wanted
+
+    return check
+
+
+def _is(kind: type, wanted: str) -> Check:
+    return lambda value: None if type(value) is kind else wanted
+
+
+def token_ids(value: Any) -> str | None:
+    """The check of a list of token ids."""
+    is_list = isinstance(value, list)
+    fits = is_list and all(type(token) is int and 0 <= token <= _MAX_TOKEN_ID for token in value)
+    return None if fits else f"a list of token ids in 0..{_MAX_TOKEN_ID}"
+
+
+OPTIONS: dict[str, Check] = {
+    "max_tokens": _at_least(0),
+    "temperature": _number("a finite number of at least 0", lambda value: value >= 0),
+    "top_k": _at_least(0),
+    "top_p": _number("a number above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": _number("a number from 0 to 1", lambda value: 0 <= value <= 1),
+    "seed": _is(int, "a whole number"),
+    "stop_token_ids": token_ids,
+    "ignore_eos": _is(bool, "true or false"),
+    "min_tokens": _at_least(0),
+}
+
+_LATER = "is not supported yet"
+UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "n": (f"{_LATER}: repeat the row with other seeds", (1,)),
+    "best_of": ("is not supported: sample several rows and choose among them", (1,)),
+    "use_beam_search": ("is not supported: rows are sampled", (False,)),
+    "stop": (f"{_LATER}: use `stop_token_ids`", ([],)),
+    "logit_bias": (_LATER, ({},)),
+    "presence_penalty": (_LATER, (0,)),
+    "frequency_penalty": (_LATER, (0,)),
+    "repetition_penalty": (_LATER, (1,)),
+    "logprobs": (f"{_LATER} in files; the Python interface returns them", (False,)),
+    "top_logprobs": (_LATER, (0,)),
+    "prompt_logprobs": (f"{_LATER} in files; the Python interface returns them", (False,)),
+    "echo": (_LATER, (False,)),
+    "suffix": ("is not supported: text is only continued", ()),
+    "stream": ("is not supported: records are written as rows finish", (False,)),
+    "response_format": ("is not supported: output is not constrained", ({"type": "text"},)),
+    "structured_outputs": ("is not supported: output is not constrained", ()),
+    "guided_json": ("is not supported: output is not constrained", ()),
+    "guided_regex": ("is not supported: output is not constrained", ()),
+    "guided_choice": ("is not supported: output is not constrained", ()),
+    "guided_grammar": ("is not supported: output is not constrained", ()),
+    "grammar": ("is not supported: output is not constrained", ()),
+    "tools": (_LATER, ([],)),
+    "tool_choice": (_LATER, ("none",)),
+    "functions": (_LATER, ([],)),
+    "lora": ("is not supported: the configuration names the weights", ()),
+    "lora_request": ("is not supported: the configuration names the weights", ()),
+    "adapter": ("is not supported: the configuration names the weights", ()),
+    "model": ("is not read from rows: the configuration names the model", ()),
+    "images": ("is not supported: text only", ([],)),
+    "audio": ("is not supported: text only", ()),
+    "custom_id": (f"belongs to the OpenAI batch form, which {_LATER}: use `id`", ()),
+    "body": (f"belongs to the OpenAI batch form, which {_LATER}: put its keys on the line itself", ()),
+    "url": (f"belongs to the OpenAI batch form, which {_LATER}", ()),
+    "method": (f"belongs to the OpenAI batch form, which {_LATER}", ()),
+}
+"""Keys that are known elsewhere: why not here, and the values that ask for nothing and pass."""
+
+KEYS = ("id", *PROMPTS, *OPTIONS)
+"""Every key that is read."""
+
+OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "prompt_token_ids": "tokens",
+    "token_ids": "tokens",
+    "input_ids": "tokens",
+    "text": "prompt",
+    "input": "prompt",
+    "conversation": "messages",
+}
+"""What other tools call a key of ours; spelling alone would suggest the wrong one."""
