@@ -62,7 +62,8 @@ class PagedSession:
     Attributes:
       config: MaxText's configuration, as the model was built from it. options: the ``paged_*`` ones.
       model: the bound model. control, runtime, driver: the loop over it.
-      backend: which attention kernels run, and why. pool: how many pages, and why.
+      backend: which attention kernels run, and why. decode: how decode rows are dispatched.
+      pool: how many pages, and why.
       max_num_seqs: requests that run at once.
     """
 
@@ -73,6 +74,7 @@ class PagedSession:
     runtime: PagedRuntime
     driver: PagedDriver
     backend: BackendChoice
+    decode: DecodeDispatch
     pool: PoolSize
     max_num_seqs: int
 
@@ -226,6 +228,7 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
         runtime=runtime,
         driver=driver,
         backend=assembly.backend,
+        decode=assembly.decode,
         pool=assembly.pool,
         max_num_seqs=max_num_seqs,
     )

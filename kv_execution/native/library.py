@@ -58,6 +58,12 @@ class NativeLibrary:
     best: str
     handle: ctypes.CDLL
 
+    def read(self, array: np.ndarray) -> None:
+        """Read a contiguous float32 array once, on this thread and without the interpreter's lock, for benchmarks."""
+        function = self.handle.maxtext_paged_read
+        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_float
+        function(array.ctypes.data, array.size)
+
     def counts(self) -> LaunchCounts:
         """Counts of this process so far; a running step may not be in them yet."""
         counts = np.zeros(_NUM_COUNTS, np.int64)

@@ -65,6 +65,8 @@ struct Kernels {
   void (*tile)(const Call&, const Item&);
   // LSE merge of `count` consecutive partials of one decode into its output row.
   void (*merge)(const Call&, const Item&, const float* partials, int64_t count);
+  // Sum of `count` floats: how fast one core can read, for benchmarks to compare with.
+  float (*read)(const float* from, int64_t count);
   const char* name;
 };
 

@@ -227,6 +227,11 @@ PAGED_EXPORT void maxtext_paged_counts(int64_t* to) {
   for (int i = 0; i < 5; i++) to[i] = paged::g_counts[i].load();
 }
 
+// Reads `count` floats with the default build, for benchmarks.
+PAGED_EXPORT float maxtext_paged_read(const float* from, int64_t count) {
+  return paged::kBuilds[paged::best_build()]->read(from, count);
+}
+
 // One token row written to a pool of any extent, as append does it: for tests of offsets past 2^32.
 PAGED_EXPORT void maxtext_paged_write_row(char* pool, const char* row, int32_t slot, int64_t num_slots, int64_t row_bytes) {
   paged::write_rows(pool, row, &slot, 1, num_slots, row_bytes);

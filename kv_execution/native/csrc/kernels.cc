@@ -402,13 +402,23 @@ void tile(const Call& call, const Item& item) {
     tile_range<float>(call, item);
 }
 
+float read(const float* from, int64_t count) {
+  Vec sums[8] = {};
+  for (int64_t i = 0; i + 8 * kLanes <= count; i += 8 * kLanes)
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) sums[j] += load(from + i + j * kLanes);
+  float total = 0;
+  for (int j = 0; j < 8; j++) total += sum_lanes(sums[j]);
+  return total;
+}
+
 #define PAGED_TEXT(x) #x
 #define PAGED_NAME(x) PAGED_TEXT(x)
 
 }  // namespace
 
 extern const Kernels kernels;
-const Kernels kernels = {decode, tile, merge, PAGED_NAME(PAGED_ISA)};
+const Kernels kernels = {decode, tile, merge, read, PAGED_NAME(PAGED_ISA)};
 
 }  // namespace PAGED_ISA
 }  // namespace paged
