@@ -98,8 +98,8 @@ def choose_backend(
                 "paged_backend=auto takes the best of them"
             )
     if preferred == "native" and declined is None:
-        forced = native_switch == 1 or floors is None
-        choice = _native_choice(requested, layout, SplitFloors() if forced else floors)
+        applied = floors if floors is not None and native_switch != 1 else SplitFloors()
+        choice = _native_choice(requested, layout, applied)
     else:
         refusal = _unserved(REFERENCE_CAPABILITIES, layout, layers, has_sinks)
         if refusal is not None:

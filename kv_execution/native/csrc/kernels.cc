@@ -108,7 +108,7 @@ PAGED_INLINE float weigh(float* scores, int padded, float soft_cap, float& maxim
     store(scores + i, weight);
     added += weight;
   }
-  const float factor = before == minus_infinity() ? 0.0f : before == maximum ? 1.0f : std::exp(before - shift);
+  const float factor = before == minus_infinity() ? 0.0f : before == maximum ? 1.0f : exp_of(splat(before - shift))[0];
   sum = sum * factor + sum_lanes(added);
   return factor;
 }

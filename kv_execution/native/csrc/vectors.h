@@ -91,19 +91,30 @@ PAGED_INLINE void transpose(Vec* rows) {
   }
 }
 
-PAGED_INLINE float sum_lanes(Vec v) {
-  float lanes[kLanes], total = 0;
-  store(lanes, v);
-  for (int i = 0; i < kLanes; i++) total += lanes[i];
-  return total;
+template <int kStep>
+struct Across {
+  static constexpr int index(int lane) { return lane ^ kStep; }
+};
+
+template <int kStep, int... lane>
+PAGED_INLINE Vec across(Vec v, std::integer_sequence<int, lane...>) {
+  return PAGED_SHUFFLE(v, v, Across<kStep>::index);
 }
 
+template <int kStep = kLanes / 2>
+PAGED_INLINE float sum_lanes(Vec v) {
+  if constexpr (kStep == 0)
+    return v[0];
+  else
+    return sum_lanes<kStep / 2>(v + across<kStep>(v, std::make_integer_sequence<int, kLanes>{}));
+}
+
+template <int kStep = kLanes / 2>
 PAGED_INLINE float max_lanes(Vec v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  float most = lanes[0];
-  for (int i = 1; i < kLanes; i++) most = lanes[i] > most ? lanes[i] : most;
-  return most;
+  if constexpr (kStep == 0)
+    return v[0];
+  else
+    return max_lanes<kStep / 2>(larger(v, across<kStep>(v, std::make_integer_sequence<int, kLanes>{})));
 }
 
 // exp of x <= 0 to about one unit in the last place; 0 below -87 (-inf included), NaN of NaN.
