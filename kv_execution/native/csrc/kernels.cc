@@ -113,6 +113,11 @@ PAGED_INLINE float weigh(float* scores, int padded, float soft_cap, float& maxim
   return factor;
 }
 
+template <class Element>
+PAGED_INLINE void fetch(const Element* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(Element))) __builtin_prefetch(from + i, 0, 2);
+}
+
 // Scores of kLanes tokens for one query head: kLanes dot products whose lane sums are taken together.
 template <class Element, int kDim>
 PAGED_INLINE Vec score_tokens(const Element* const* rows, int64_t offset, const float* query, int64_t dim) {
@@ -136,16 +141,19 @@ PAGED_INLINE Vec score_tokens(const Element* const* rows, int64_t offset, const 
   return sum_each<kLanes>(sums, 0, 1);
 }
 
-// Adds count tokens' values, weighted, to kHeads query heads' sums over kVecs vectors from dimension d on.
+// Adds count tokens' values, weighted, to kHeads query heads' sums over kVecs vectors from dimension d on. Meanwhile
+// fetches the same part of every stride-th of the tokens `ahead`: spread over the arithmetic, or it would wait for them.
 template <class Element, int kHeads, int kVecs>
-PAGED_INLINE void add_values(const Element* const* rows, int64_t offset, int count, const float (*weights)[kBlock],
-                             const float* factors, float* sums, int64_t dim, int64_t d) {
+PAGED_INLINE void add_values(const Element* const* rows, const Element* const* ahead, int phase, int stride,
+                             int64_t offset, int count, const float (*weights)[kBlock], const float* factors,
+                             float* sums, int64_t dim, int64_t d) {
   Vec acc[kHeads][kVecs];
 #pragma GCC unroll 4
   for (int h = 0; h < kHeads; h++)
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; i++) acc[h][i] = load(sums + h * dim + d + i * kLanes) * factors[h];
   for (int j = 0; j < count; j++) {
+    if (j % stride == phase) fetch(ahead[j] + offset + d, kVecs * kLanes);
     Vec value[kVecs];
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; i++) value[i] = load(rows[j] + offset + d + i * kLanes);
@@ -158,13 +166,6 @@ PAGED_INLINE void add_values(const Element* const* rows, int64_t offset, int cou
   for (int h = 0; h < kHeads; h++)
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; i++) store(sums + h * dim + d + i * kLanes, acc[h][i]);
-}
-
-template <class Element>
-PAGED_INLINE void prefetch(const Element* const* rows, int count, int64_t offset, int64_t dim) {
-  constexpr int64_t kLine = 64 / sizeof(Element);
-  for (int j = 0; j < count; j++)
-    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(rows[j] + offset + d, 0, 2);
 }
 
 // Row pointers of up to kBlock tokens, independent of the page size; the rest repeats the last one.
@@ -195,25 +196,34 @@ struct Heads {
 
 // kHeads query heads of one KV head over one block.
 template <class Element, int kDim, int kHeads>
-PAGED_INLINE void decode_heads(const Call& call, const Block<Element>& block, const Block<Element>& next, bool first,
+PAGED_INLINE void decode_heads(const Call& call, const Block<Element>& block, const Block<Element>& next, int64_t first,
                                int64_t offset, const Heads& heads) {
   const int64_t dim = kDim ? kDim : call.dim;
+  const Block<Element>& ahead = next.count ? next : block;
+  // Each of the group's heads fetches its share of the next block's keys.
+  const auto fetch_keys = [&](int j, int64_t head) {
+    for (int64_t t = kLanes * head / call.group; t < kLanes * (head + 1) / call.group; t++)
+      fetch(ahead.k[j + t] + offset, dim);
+  };
   const int padded = (block.count + kLanes - 1) / kLanes * kLanes;
   alignas(64) float weights[kHeads][kBlock];
   alignas(64) float widened[sizeof(Element) == 2 && kHeads > 1 ? kLanes * 256 : 1];
   for (int j = 0; j < padded; j += kLanes) {
-    if (first && j < next.count) prefetch(next.k + j, std::min(kLanes, next.count - j), offset, dim);
     if constexpr (sizeof(Element) == 2 && kHeads > 1) {
       const float* rows[kLanes];
       for (int t = 0; t < kLanes; t++) {
         rows[t] = widened + t * dim;
         for (int64_t d = 0; d < dim; d += kLanes) store(widened + t * dim + d, load(block.k[j + t] + offset + d));
       }
-      for (int h = 0; h < kHeads; h++)
+      for (int h = 0; h < kHeads; h++) {
+        fetch_keys(j, first + h);
         store(weights[h] + j, score_tokens<float, kDim>(rows, 0, heads.query + h * dim, dim));
+      }
     } else {
-      for (int h = 0; h < kHeads; h++)
+      for (int h = 0; h < kHeads; h++) {
+        fetch_keys(j, first + h);
         store(weights[h] + j, score_tokens<Element, kDim>(block.k + j, offset, heads.query + h * dim, dim));
+      }
     }
   }
   float factors[kHeads];
@@ -221,12 +231,14 @@ PAGED_INLINE void decode_heads(const Call& call, const Block<Element>& block, co
     for (int j = block.count; j < padded; j++) weights[h][j] = minus_infinity();
     factors[h] = weigh(weights[h], padded, call.soft_cap, heads.maximum[h], heads.sum[h]);
   }
-  if (first) prefetch(next.v, next.count, offset, dim);
+  const int stride = int((call.group + 3) / 4), phase = int(first / 4);
   int64_t d = 0;
   for (; d + kWide * kLanes <= dim; d += kWide * kLanes)
-    add_values<Element, kHeads, kWide>(block.v, offset, block.count, weights, factors, heads.values, dim, d);
+    add_values<Element, kHeads, kWide>(block.v, ahead.v, phase, stride, offset, block.count, weights, factors,
+                                       heads.values, dim, d);
   for (; d < dim; d += kLanes)
-    add_values<Element, kHeads, 1>(block.v, offset, block.count, weights, factors, heads.values, dim, d);
+    add_values<Element, kHeads, 1>(block.v, ahead.v, phase, stride, offset, block.count, weights, factors,
+                                   heads.values, dim, d);
 }
 
 template <class Element, int kDim>
@@ -242,15 +254,14 @@ void decode_range(const Call& call, const Item& item, const float* query, float*
       for (int64_t g = 0; g < call.group;) {
         const int64_t head = h * call.group + g, left = call.group - g;
         const Heads heads{query + head * call.dim, maximum + head, sum + head, values + head * call.dim};
-        const bool first = g == 0;
         if (left >= 4) {
-          decode_heads<Element, kDim, 4>(call, block, next, first, offset, heads), g += 4;
+          decode_heads<Element, kDim, 4>(call, block, next, g, offset, heads), g += 4;
         } else if (left == 3) {
-          decode_heads<Element, kDim, 3>(call, block, next, first, offset, heads), g += 3;
+          decode_heads<Element, kDim, 3>(call, block, next, g, offset, heads), g += 3;
         } else if (left == 2) {
-          decode_heads<Element, kDim, 2>(call, block, next, first, offset, heads), g += 2;
+          decode_heads<Element, kDim, 2>(call, block, next, g, offset, heads), g += 2;
         } else {
-          decode_heads<Element, kDim, 1>(call, block, next, first, offset, heads), g += 1;
+          decode_heads<Element, kDim, 1>(call, block, next, g, offset, heads), g += 1;
         }
       }
     }
