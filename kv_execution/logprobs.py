@@ -50,7 +50,10 @@ def target_logprobs(
 
     nothing = jnp.full(num_rows + padding, jnp.nan, jnp.float32)
     num_blocks = -(-jnp.asarray(num_targets, jnp.int32) // block)
-    return lax.fori_loop(0, num_blocks, run_block, nothing)[:num_rows]
+    # A loop that does not turn is not free: XLA lifts what does not depend on the turn (with one block the
+    # whole head, always its weights' casts) in front of it. It lifts nothing out of a branch.
+    result = lax.cond(num_blocks > 0, lambda: lax.fori_loop(0, num_blocks, run_block, nothing), lambda: nothing)
+    return result[:num_rows]
 
 
 def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -42,6 +42,8 @@ def sample(logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array) -> t
     # max() propagates NaN, so one reduction tells NaN, +inf and "all -inf" apart from a usable row.
     ok = jnp.isfinite(jnp.max(logits, axis=-1))
     greedy = _likeliest(logits)
+    # The loop inside would not turn for a greedy batch, but where one block holds all rows XLA lifts its
+    # body out as loop-invariant, and everybody pays. It lifts nothing out of a branch.
     tokens = lax.cond(
         jnp.any(sampling.temperature > 0),
         lambda: _sampled_rows(logits, sampling, run_key, greedy),

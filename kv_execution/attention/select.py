@@ -25,6 +25,10 @@ _announced: set[tuple[str, str]] = set()
 
 KNOWN_BACKENDS = ("auto", "reference", "native", "triton", "aiter", "flashinfer")
 _PREFERRED = {"cpu": "native", "cuda": "triton", "gpu": "triton", "rocm": "triton"}
+_BFLOAT16_ON_CPU = (
+    "slow with paged_kv_dtype=bfloat16: XLA:CPU turns each layer's whole pool into float32 and back at every "
+    "step, and needs the memory for it; float16 and float32 are read and written in place"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,8 @@ def choose_backend(
         else:
             why = f"{preferred} {declined}" if preferred else f"no kernel is made for {platform}"
             reason = f"{why}: the jnp reference serves {platform}"
+        if platform == "cpu" and layout.dtype == "bfloat16":
+            reason += f"; {_BFLOAT16_ON_CPU}"
         choice = BackendChoice("reference", reason, ReferenceBackend(), None if killed else declined)
     _announce(choice)
     return choice

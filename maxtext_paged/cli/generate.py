@@ -181,7 +181,7 @@ class Job:
         if self._interruption.asked is not None and self.counts.done < self.counts.total:
             say(f"{self._interruption.asked.name}: the output is incomplete: stopped {where.format(self.counts.done)}")
             return self._interruption.exit_code
-        return ExitCode.OK
+        return ExitCode.ROWS_FAILED if self.counts.failed else ExitCode.OK
 
     def _rows(self, lines: BinaryIO) -> Iterator[Row]:
         """The rows that can run; the others get their records on the way."""

@@ -124,6 +124,20 @@ def test_a_geometry_the_reference_cannot_store_is_refused_at_start():
 
 
 @pytest.mark.parametrize(
+    ("platform", "dtype", "warned"),
+    [
+        ("cpu", "bfloat16", True),
+        ("cpu", "float16", False),
+        ("cpu", "float32", False),
+        ("cuda", "bfloat16", False),
+    ],
+)
+def test_a_dtype_that_works_but_costs_dearly_is_said_aloud(platform, dtype, warned, without_native):
+    reason = choose_backend("auto", platform, replace(LAYOUT, dtype=dtype)).reason
+    assert ("slow with paged_kv_dtype=bfloat16" in reason) is warned
+
+
+@pytest.mark.parametrize(
     ("limit", "layer", "has_sinks", "names"),
     [
         ({"head_sizes": frozenset({64, 128})}, PLAIN, False, r"head_dim=80: allowed are 64, 128"),

@@ -159,6 +159,18 @@ def test_append_writes_slots_past_4_gib(tmp_path: Path):
     assert not pool[(num_slots - 1) * row_bytes % 2**32 // row_bytes].any()
 
 
+def test_a_bfloat16_pool_is_never_widened(rng):
+    """XLA:CPU turns bfloat16 arrays that its own operations touch into float32; custom calls read and write them."""
+    step = make_step(mixed_requests(rng))
+    pools = [jnp.asarray(pool, jnp.bfloat16) for pool in (step.k_pool, step.v_pool)]
+    program = program_of(NativeBackend(), PLAIN, None, ())
+    arguments = (step.query, step.key, step.value, *pools, PageMetadata.from_table(step.table), None)
+    text = program.lower(*arguments).compile().as_text()
+    shape = ",".join(map(str, pools[0].shape))
+    assert f"bf16[{shape}]" in text
+    assert f"f32[{shape}]" not in text
+
+
 def test_a_page_outside_the_pool_is_an_error_and_no_stray_read(rng):
     step = make_step(mixed_requests(rng))
     indices = step.table.kv_indices.copy()

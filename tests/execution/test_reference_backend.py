@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kv_common.errors import ConfigError
+from kv_execution.attention import reference
 from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.metadata import PageMetadata
 from tests.execution.conformance import BackendConformance
-from tests.execution.paged_steps import make_request, make_step
+from tests.execution.paged_steps import PLAIN, make_request, make_step, run
 
 
 class TestReferenceBackend(BackendConformance):
@@ -30,10 +33,9 @@ class TestReferenceBackendInTinyTiles:
     test_chunks = BackendConformance.test_chunks_give_what_the_whole_prompt_gives
     test_sick = BackendConformance.test_a_sick_request_shows_and_its_neighbours_do_not_notice
     test_padding = BackendConformance.test_a_step_of_padding_alone_gives_zeros_and_writes_nothing
-    test_decode = BackendConformance.test_decode_of_one_token_per_request_equals_dense_attention
 
 
-def _temporary_bytes(num_pages: int, token_rung: int = 16) -> int:
+def _temporary_bytes(num_pages: int, dtype: str, token_rung: int = 16) -> int:
     """Scratch memory of one compiled ``attend`` whose requests may list every page of the pool."""
     num_rows, index_capacity = 4, num_pages
     i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
@@ -48,7 +50,7 @@ def _temporary_bytes(num_pages: int, token_rung: int = 16) -> int:
         kv_last_page_len=i32(num_rows),
         kv_first_page_offset=i32(num_rows),
     )
-    pool = jax.ShapeDtypeStruct((num_pages, 16, 3, 64), jnp.float32)
+    pool = jax.ShapeDtypeStruct((num_pages, 16, 3, 64), dtype)
     query = jax.ShapeDtypeStruct((token_rung, 9, 64), jnp.float32)
     attend = lambda q, k, v, p: ReferenceBackend().attend(  # noqa: E731
         q, k, v, p, scale=1.0, sliding_window=None, soft_cap=None, sinks=None
@@ -56,11 +58,33 @@ def _temporary_bytes(num_pages: int, token_rung: int = 16) -> int:
     return jax.jit(attend).lower(query, pool, pool, pages).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_scratch_memory_does_not_grow_with_the_longest_context():
-    short, long = _temporary_bytes(num_pages=16), _temporary_bytes(num_pages=16_384)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_scratch_memory_grows_neither_with_the_longest_context_nor_with_the_pool(dtype):
+    short, long = _temporary_bytes(16, dtype), _temporary_bytes(16_384, dtype)
     assert long <= short + 4096
     block_of_a_tile = 8 * 128 * 3 * 64 * 4  # [decode_tile, block_tokens, kv_heads, head_dim] float32
     assert long < 4 * block_of_a_tile
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(None, 3 + 6), (8, 2 + 5)])
+def test_each_request_is_read_by_its_own_loop_and_only_where_it_can_see(monkeypatch, window, blocks):
+    """Decodes share one tile, as deep as the deepest; the prompt's two tiles read what each can see."""
+    reads = []
+    read = reference._Call.read
+
+    def counted(call, first_index):
+        jax.debug.callback(reads.append, first_index)
+        return read(call, first_index)
+
+    monkeypatch.setattr(reference._Call, "read", counted)
+    rng = np.random.default_rng(0)
+    sizes = [(9, 1), (1, 1), (17, 1), (5, 1), (32, 32)]
+    # Tile sizes that no other test has: the counters must be traced, and never be met again.
+    backend = ReferenceBackend(block_tokens=8, decode_tile=4, chunk_tile=16)
+    step = make_step([make_request(rng, length, num_new) for length, num_new in sizes])
+    run(backend, step, replace(PLAIN, sliding_window=window))
+    jax.effects_barrier()
+    assert len(reads) == blocks
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
+from kv_execution import sampling as sampling_module
 from kv_execution.metadata import SamplingInputs
 from kv_execution.sampling import _filter, _gumbel, sample
 
@@ -298,38 +300,51 @@ def test_minus_infinity_masks_a_token_without_making_the_row_sick():
         np.testing.assert_allclose(logprobs, np.log(0.5), rtol=1e-6)
 
 
-def _primitives(jaxpr, inside: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], str]]:
-    found = []
+def _primitives(jaxpr, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every primitive of a jaxpr with the primitives around it."""
     for equation in jaxpr.eqns:
-        found.append((inside, equation.primitive.name))
-        for value in equation.params.values():
-            for branch in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(branch, "jaxpr", branch)
-                if hasattr(inner, "eqns"):
-                    found += _primitives(inner, (*inside, equation.primitive.name))
-    return found
+        yield equation.primitive.name, inside
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _primitives(inner, (*inside, equation.primitive.name))
 
 
-def test_a_greedy_batch_pays_for_no_random_numbers_and_nobody_sorts_the_vocabulary():
-    vocab = 1 << 14
-    jaxpr = jax.make_jaxpr(sample)(jnp.zeros((4, vocab)), inputs(4), KEY).jaxpr
-    found = _primitives(jaxpr)
-    assert any("random_bits" in name for _, name in found)
-    for inside, name in found:
-        if "random" in name or name in ("while", "sort", "cumsum"):
-            assert "cond" in inside, f"{name} runs for greedy batches too"
+def test_random_numbers_and_filters_stand_in_a_branch_that_greedy_batches_do_not_take():
+    program = jax.make_jaxpr(sample)(jnp.zeros((8, VOCAB)), inputs(8), KEY)
+    around = [inside for name, inside in _primitives(program.jaxpr) if name in ("random_bits", "while", "cumsum")]
+    assert len(around) >= 4
+    assert all(inside[0] == "cond" for inside in around)
 
-    def sorted_sizes(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "sort":
-                yield max(variable.aval.size for variable in equation.invars)
-            for value in equation.params.values():
-                for branch in value if isinstance(value, tuple | list) else (value,):
-                    inner = getattr(branch, "jaxpr", branch)
-                    if hasattr(inner, "eqns"):
-                        yield from sorted_sizes(inner)
 
-    assert max(sorted_sizes(jaxpr)) <= 4
+@pytest.mark.parametrize(
+    ("num_sampled", "num_filtered", "sampling_blocks", "filtering_blocks"),
+    [(0, 0, 0, 0), (1, 0, 1, 0), (8, 0, 1, 0), (9, 3, 2, 1), (16, 16, 2, 2)],
+)
+def test_only_rows_that_ask_for_it_pay(monkeypatch, num_sampled, num_filtered, sampling_blocks, filtering_blocks):
+    calls = {"_filter": 0, "_keep_top_p": 0}
+
+    def counting(name):
+        function = getattr(sampling_module, name)
+
+        def count(*_):
+            calls[name] += 1
+
+        def counted(values, *rest):
+            jax.debug.callback(count, values[0, 0])
+            return function(values, *rest)
+
+        return counted
+
+    for name in calls:
+        monkeypatch.setattr(sampling_module, name, counting(name))
+    temperature, top_p = np.zeros(16), np.full(16, 0.5)  # greedy rows may name filters for nothing
+    temperature[:num_sampled] = 1.0
+    top_p[: num_sampled - num_filtered] = 1.0  # the rows that filter lie last: they must be gathered
+    program = jax.jit(lambda *args: sample(*args))  # not the cached program: it has no counters
+    jax.block_until_ready(program(jnp.zeros((16, 3)), inputs(16, temperature=temperature, top_p=top_p), KEY))
+    jax.effects_barrier()
+    assert calls == {"_filter": sampling_blocks, "_keep_top_p": filtering_blocks}
 
 
 def test_every_sampling_parameter_is_covered_here():

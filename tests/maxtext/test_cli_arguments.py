@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("", "which COMMAND?"),
         ("frobnicate", "'frobnicate'"),
         ("generate c.yml -i in.jsonl", "-o/--output"),
-        ("generate c.yml -i in.jsonl -o out.jsonl --frob", "--frob"),
+        ("generate c.yml -i in.jsonl -o out.jsonl --frob", "unrecognized arguments: --frob"),
         ("generate c.yml -i in.jsonl -o out.jsonl --overwrit", "--overwrit"),  # no abbreviations: they age badly
         ("generate -i in.jsonl -o out.jsonl", "CONFIG.yml"),
         ("generate nowhere.yml -i in.jsonl -o out.jsonl", "nowhere.yml: no such configuration"),

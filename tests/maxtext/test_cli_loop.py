@@ -142,7 +142,7 @@ def test_input_is_read_as_rows_find_room_not_ahead() -> None:
 def test_the_first_signal_ends_the_job_after_its_step_and_keeps_what_is_done(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setting = Setting([row("3", 1), row("4", 30), row("5", 30), row("6", 30)])
+    setting = Setting([row("3", 1), *(row(str(prompt), 30) for prompt in range(4, 23))])
     setting.before_step(3, lambda: os.kill(os.getpid(), number))
     assert setting.run() == 128 + number
     # Row 0 ended in the first step. The third ran to its end; nothing but whole rows has a record.
@@ -150,7 +150,7 @@ def test_the_first_signal_ends_the_job_after_its_step_and_keeps_what_is_done(
     assert setting.driver.metrics.num_steps == 3
     assert setting.all_pages_returned()
     said = capsys.readouterr().err
-    assert f"{number.name}: the output is incomplete: stopped after 1 of 4 rows" in said
+    assert f"{number.name}: the output is incomplete: stopped after 1 of 20 rows" in said
 
 
 def test_a_row_that_ends_in_the_interrupted_step_still_gets_its_record() -> None:

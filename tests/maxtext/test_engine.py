@@ -94,9 +94,20 @@ def test_steps_shared_with_a_prefill_lose_no_token(engine: PagedMaxEngine) -> No
     first, token, _ = engine.prefill_paged(PROMPTS[0], max_tokens=6)
     second, *_ = engine.prefill_paged(PROMPTS[2], max_tokens=3)
     assert first.num_generated > 1, "decodes do not wait for a long prompt"
+    pieces = engine.generate_paged()
+    assert [piece.request for piece in pieces] == [first, second], "one that is behind holds nobody up"
     tokens = finish(engine)
-    assert [token, *tokens[first.id]] == completion(first)
-    assert [completion(second)[0], *tokens[second.id]] == completion(second)
+    assert [token, pieces[0].token, *tokens[first.id]] == completion(first)
+    assert [completion(second)[0], pieces[1].token, *tokens[second.id]] == completion(second)
+
+
+def test_a_step_without_a_token_is_not_the_end(engine: PagedMaxEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the pool is full and something is sent back."""
+    request, *_ = engine.prefill_paged(PROMPTS[0], max_tokens=3)
+    step, calls = engine.worker.step, iter(range(100))
+    monkeypatch.setattr(engine.worker, "step", lambda: None if next(calls) < 2 else step())
+    [piece] = engine.generate_paged()
+    assert piece.request is request and piece.token == completion(request)[1]
 
 
 def test_a_request_ends_by_its_own_stop_token_or_at_once(engine: PagedMaxEngine) -> None:

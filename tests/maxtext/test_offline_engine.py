@@ -103,6 +103,7 @@ def test_a_row_of_no_use_carries_its_own_error(offline_engine: OfflineEngine, ro
     outputs = offline_engine.batch_inference([good, row, good], max_tokens=2, ignore_eos=True)
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert re.search(said, outputs[1].error), outputs[1].error
+    assert (outputs[1].token_ids >= 0).all(), "what does not fit int32 is left out, never wrapped"
     assert len(outputs[1].logprobs) == len(outputs[1].token_ids) == outputs[1].prompt_length
     assert token_lists(outputs)[0] == token_lists(outputs)[2]
 

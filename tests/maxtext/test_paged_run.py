@@ -22,6 +22,9 @@ pytestmark = pytest.mark.maxtext
 SIZES = [(3, 20), (17, 12), (30, 9), (8, 8), (1, 25), (23, 15), (16, 16), (9, 4)]
 """Prompt and completion lengths; with 8 tokens a page most contexts cross at least four pages."""
 
+GROWING = [(3, 30), (5, 30), (4, 28), (6, 26), (2, 33), (9, 24)]
+"""Short prompts and long completions: admitted together, they outgrow a small pool."""
+
 
 def session(block: str = "llama2", devices: int = 1, **overrides: Any) -> PagedSession:
     options = {
@@ -116,10 +119,11 @@ def test_chunk_sizes_give_the_same_tokens(chunk: int, engine: PagedSession, alon
 
 
 def test_a_pool_that_must_preempt_gives_the_same_tokens_in_bounded_steps(
-    small_pool: PagedSession, alone: list[Request]
+    small_pool: PagedSession, engine: PagedSession
 ) -> None:
+    alone = [run(engine, GROWING, only=i)[0] for i in range(len(GROWING))]
     before = replace(small_pool.driver.metrics)
-    requests = run(small_pool, SIZES)
+    requests = run(small_pool, GROWING)
     after = small_pool.driver.metrics
     assert after.num_preemptions > before.num_preemptions
     assert after.num_preemptions - before.num_preemptions == sum(request.num_preemptions for request in requests)
@@ -130,20 +134,22 @@ def test_a_pool_that_must_preempt_gives_the_same_tokens_in_bounded_steps(
 
 def test_seeded_rows_do_not_depend_on_their_company(engine: PagedSession, small_pool: PagedSession) -> None:
     spec = SamplingSpec(temperature=1.0, top_k=50, top_p=0.95, seed=11)
-    together = run(small_pool, SIZES, chunk=5, sampling=spec)
-    assert len({tuple(request.tokens[-4:].tolist()) for request in together}) == len(SIZES)
-    for i in range(len(SIZES)):
-        [request] = run(engine, SIZES, only=i, sampling=spec)
+    together = run(small_pool, GROWING, chunk=5, sampling=spec)
+    assert sum(request.num_preemptions for request in together) > 0
+    assert len({tuple(request.tokens[-4:].tolist()) for request in together}) == len(GROWING)
+    for i in range(len(GROWING)):
+        [request] = run(engine, GROWING, only=i, sampling=spec)
         assert request.tokens.tolist() == together[i].tokens.tolist()
 
 
 def test_a_churn_of_24_requests_compiles_nothing_after_at_most_7_warmed_forward_programs() -> None:
-    engine = session(paged_num_pages=20)
+    engine = session(paged_num_pages=10)
     engine.runtime.warm_up()
     warmed = engine.runtime.metrics().compiled
     assert warmed["paged_step"] == len(engine.control.token_ladder.rungs) <= 7
     rng = np.random.default_rng(5)
-    sizes = [(int(rng.integers(1, 40)), int(rng.integers(1, 20))) for _ in range(24)]
+    sizes = [(int(rng.integers(1, 16)), int(rng.integers(10, 40))) for _ in range(24)]
+    sizes[:2] = [(40, 5), (20, 9)]
     run(engine, sizes)
     run(engine, sizes, sampling=SamplingSpec(temperature=0.7, top_k=5))
     assert engine.driver.metrics.num_preemptions > 0
@@ -167,7 +173,7 @@ def test_updated_weights_take_effect_and_compile_nothing(engine: PagedSession) -
 @pytest.mark.parametrize("block", ["llama2", "gpt_oss"])
 def test_a_run_at_tensor_2_times_fsdp_2_is_the_dense_models(block: str) -> None:
     engine = session(block, devices=4, ici_tensor_parallelism=2, ici_fsdp_parallelism=2, paged_num_pages=9)
-    requests = run(engine, SIZES)
+    requests = run(engine, GROWING)
     assert engine.driver.metrics.num_preemptions > 0
     assert_teacher_forced(requests, dense_model(block), relative=2e-5)
     compiled = engine.runtime.metrics()
