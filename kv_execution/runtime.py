@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kv_control.control_plane import ControlPlane
 from kv_control.plan import RequestHandle, RequestSlice, StepPlan
 from kv_execution.compile_events import CompileCounter
+from kv_execution.dispatch import DecodeDispatch, DispatchOutcome
 from kv_execution.metadata import StepInputs
 from kv_execution.model import PagedModel, Params
 from kv_execution.pool import Scrubber
@@ -63,11 +64,13 @@ class StepOutcome:
       plan: the batch as it ran.
       outputs: device arrays.
       backend: name of the attention backend that ran.
+      decode: what became of its decode rows, one outcome for each attention window of the model.
     """
 
     plan: StepPlan
     outputs: StepOutputs
     backend: str
+    decode: tuple[DispatchOutcome, ...]
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -111,6 +114,7 @@ class RuntimeMetrics:
       num_steps: steps run. num_tokens: tokens run, padding left out. num_padded_tokens: rungs summed.
       num_scrubbed_pages: recycled pages overwritten before reuse.
       steps_by_backend: attention backend to the steps it ran.
+      decodes_by_kind: ``"fused"`` or ``"gather"`` to the launches of decode rows, one per step and attention window.
       steps_by_rung: token rung to steps.
       compiled: jitted function to programs obtained in this process since the runtime was made.
     """
@@ -120,6 +124,7 @@ class RuntimeMetrics:
     num_padded_tokens: int
     num_scrubbed_pages: int
     steps_by_backend: dict[str, int]
+    decodes_by_kind: dict[str, int]
     steps_by_rung: dict[int, int]
     compiled: dict[str, int]
 
@@ -132,6 +137,7 @@ class PagedRuntime:
       control: page bookkeeping over ``model.layout``.
       run_key: random key of the run; with a row's seed, sample index and position it fixes every sample.
       backend: name of the attention backend the model was bound with, for reports.
+      decode: how decode rows are dispatched; None: by a backend that knows no split-KV.
       poison_on_free: fill pages with NaN when they are freed (a debugging aid: a stray read cannot hide).
     """
 
@@ -143,6 +149,7 @@ class PagedRuntime:
         *,
         run_key: jax.Array,
         backend: str,
+        decode: DecodeDispatch | None = None,
         poison_on_free: bool = False,
     ) -> None:
         self.model = model
@@ -150,6 +157,7 @@ class PagedRuntime:
         self.params = params
         self.run_key = run_key
         self._backend = backend
+        self._decode = decode or DecodeDispatch(fused_kernel=f"the {backend} backend has no split-KV")
         self._poison_on_free = poison_on_free
         self._compiles = CompileCounter()
         self._pools = model.create_pools()
@@ -192,11 +200,13 @@ class PagedRuntime:
 
     def run_step(self, prepared: PreparedStep) -> StepOutcome:
         """Dispatch a prepared step. Returns at once; ``StepOutcome.read`` waits."""
-        plan, outputs = prepared.plan, self._dispatch(prepared)
+        plan, decode = prepared.plan, self._decode.outcomes(prepared.plan.table)
+        outputs = self._dispatch(prepared)
+        self._decode.launched(decode)
         self._num_tokens += plan.table.num_tokens
         self._num_padded += plan.token_rung
         self._rungs[plan.token_rung] = self._rungs.get(plan.token_rung, 0) + 1
-        return StepOutcome(plan, outputs, self._backend)
+        return StepOutcome(plan, outputs, self._backend, decode)
 
     def _dispatch(self, prepared: PreparedStep) -> StepOutputs:
         self._pools, outputs = self._program(
@@ -243,6 +253,7 @@ class PagedRuntime:
             num_padded_tokens=self._num_padded,
             num_scrubbed_pages=self._num_scrubbed,
             steps_by_backend={self._backend: steps} if steps else {},
+            decodes_by_kind=dict(sorted(self._decode.counts.items())),
             steps_by_rung=dict(sorted(self._rungs.items())),
             compiled=self._compiles.by_function(),
         )

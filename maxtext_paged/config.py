@@ -22,6 +22,12 @@ from kv_common.errors import ConfigError
 NATIVE_ENVIRONMENT_VARIABLE = "PAGED_ATTENTION_NATIVE"
 """Environment form of ``paged_attention_native``: the kill switch wins over everything."""
 
+FLOOR_ENVIRONMENT_VARIABLES = {
+    "paged_split_kv_min_tokens": "PAGED_SPLIT_KV_MIN_TOKENS",
+    "paged_split_kv_min_tokens_per_request": "PAGED_SPLIT_KV_MIN_TOKENS_PER_REQUEST",
+}
+"""Environment forms of the floors; they win over the configuration."""
+
 DEFAULT_MAX_NUM_SEQS = 32
 """Requests that run at once where nothing is set."""
 
@@ -103,6 +109,7 @@ class PagedOptions(BaseModel):
         native = os.environ.get(NATIVE_ENVIRONMENT_VARIABLE)
         if native is not None and values.get("paged_attention_native") != "0":
             values["paged_attention_native"] = native
+        values |= {name: os.environ[key] for name, key in FLOOR_ENVIRONMENT_VARIABLES.items() if key in os.environ}
         return cls.checked(values)
 
     @classmethod

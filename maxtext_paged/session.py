@@ -23,6 +23,7 @@ from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
 from kv_execution.attention.select import BackendChoice, choose_backend
+from kv_execution.dispatch import DecodeDispatch, SplitFloors
 from kv_execution.driver import PagedDriver
 from kv_execution.runtime import PagedRuntime
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
@@ -41,6 +42,7 @@ class PagedAssembly:
     Attributes:
       config: MaxText's configuration, as the model was built from it. options: the ``paged_*`` ones.
       model: the bound model. backend: which attention kernels it was bound with, and why.
+      decode: how decode rows are dispatched.
       pool: how many pages, and why. max_num_seqs: requests that run at once.
     """
 
@@ -48,6 +50,7 @@ class PagedAssembly:
     options: PagedOptions
     model: MaxTextPagedModel
     backend: BackendChoice
+    decode: DecodeDispatch
     pool: PoolSize
     max_num_seqs: int
 
@@ -59,7 +62,8 @@ class PagedSession:
     Attributes:
       config: MaxText's configuration, as the model was built from it. options: the ``paged_*`` ones.
       model: the bound model. control, runtime, driver: the loop over it.
-      backend: which attention kernels run, and why. pool: how many pages, and why.
+      backend: which attention kernels run, and why. decode: how decode rows are dispatched.
+      pool: how many pages, and why.
       max_num_seqs: requests that run at once.
     """
 
@@ -70,6 +74,7 @@ class PagedSession:
     runtime: PagedRuntime
     driver: PagedDriver
     backend: BackendChoice
+    decode: DecodeDispatch
     pool: PoolSize
     max_num_seqs: int
 
@@ -166,16 +171,25 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         max_model_len=max_model_len,
     )
     layout = replace(one_page, num_pages=pool.num_pages)
+    floors = SplitFloors(options.paged_split_kv_min_tokens, options.paged_split_kv_min_tokens_per_request)
+    switch = None if options.paged_attention_native == "auto" else int(options.paged_attention_native)
     backend = choose_backend(
         options.paged_backend,
         mesh.devices.flat[0].platform,
         layout,
         tuple(dict.fromkeys(geometry.layer_options)),
         has_sinks=geometry.has_sinks,
-        native_switch=None if options.paged_attention_native == "auto" else int(options.paged_attention_native),
+        native_switch=switch,
+        floors=floors,
+    )
+    decode = DecodeDispatch(
+        tuple(dict.fromkeys(layer.sliding_window for layer in geometry.layer_options)),
+        None if backend.name == "native" else f"the {backend.name} backend has no split-KV ({backend.reason})",
+        floors,
+        forced=switch == 1,
     )
     model = MaxTextPagedModel(config, mesh, layout=layout, head_axes=geometry.head_axes, backend=backend.backend)
-    return PagedAssembly(config, options, model, backend, pool, max_num_seqs)
+    return PagedAssembly(config, options, model, backend, decode, pool, max_num_seqs)
 
 
 def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = None) -> PagedSession:
@@ -204,6 +218,7 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
         control,
         run_key=run_key(rng, model.mesh),
         backend=assembly.backend.name,
+        decode=assembly.decode,
         poison_on_free=options.paged_poison_on_free,
     )
     scheduler = Scheduler(
@@ -223,6 +238,7 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
         runtime=runtime,
         driver=driver,
         backend=assembly.backend,
+        decode=assembly.decode,
         pool=assembly.pool,
         max_num_seqs=max_num_seqs,
     )

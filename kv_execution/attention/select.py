@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from kv_common.errors import ConfigError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
-from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES
+from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES, Capabilities
+from kv_execution.attention.native import NATIVE_CAPABILITIES, NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
+from kv_execution.dispatch import SplitFloors
+from kv_execution.native.library import native_available, native_library
 
 _log = logging.getLogger(__name__)
 _announced: set[tuple[str, str]] = set()
 
 KNOWN_BACKENDS = ("auto", "reference", "native", "triton", "aiter", "flashinfer")
-BUILT_BACKENDS = ("reference",)
 _PREFERRED = {"cpu": "native", "cuda": "triton", "gpu": "triton", "rocm": "triton"}
 _BFLOAT16_ON_CPU = (
     "slow with paged_kv_dtype=bfloat16: XLA:CPU turns each layer's whole pool into float32 and back at every "
@@ -36,11 +38,19 @@ class BackendChoice:
     Attributes:
       name: the backend's short name. reason: one line, with what was passed over and why.
       backend: the object to call.
+      declined: why the platform's preferred kernels were passed over although nobody asked for that; None if they
+        run, were not wanted, or none is made for the platform.
     """
 
     name: str
     reason: str
     backend: PagedAttentionBackend
+    declined: str | None = None
+
+
+def built_backends() -> tuple[str, ...]:
+    """Names of the backends that can run in this installation."""
+    return ("reference",) if native_available() is not None else ("reference", "native")
 
 
 def choose_backend(
@@ -51,8 +61,9 @@ def choose_backend(
     *,
     has_sinks: bool = False,
     native_switch: int | None = None,
+    floors: SplitFloors | None = None,
 ) -> BackendChoice:
-    """Choose the backend of every layer, announcing each distinct choice once at INFO.
+    """Choose the backend of every layer, announcing each distinct choice once: INFO, or WARNING where it disappoints.
 
     Args:
       requested: ``paged_backend``, one of ``KNOWN_BACKENDS``.
@@ -61,6 +72,7 @@ def choose_backend(
       has_sinks: whether any layer has attention sinks.
       native_switch: ``paged_attention_native``; 0 forbids custom kernels and wins over everything, 1
         asks for them whatever the floors say, None leaves the choice open.
+      floors: when a native backend cuts decode rows; None: always.
 
     Raises:
       ConfigError: ``requested`` is not a known name.
@@ -68,39 +80,80 @@ def choose_backend(
         switch, or cannot serve this geometry.
 
     >>> layout = KvStorageLayoutV1(1, 8, 16, num_kv_heads=2, head_dim=64, dtype="float32")
-    >>> choose_backend("auto", "cpu", layout).reason
-    'native is not built: the jnp reference serves cpu'
+    >>> choose_backend("auto", "cuda", layout).reason
+    'triton is not built: the jnp reference serves cuda'
+    >>> choose_backend("auto", "cpu", layout, native_switch=0).reason
+    'paged_attention_native=0 forbids custom kernels: the jnp reference serves cpu'
     """
     if requested not in KNOWN_BACKENDS:
         raise ConfigError(f"paged_backend={requested!r}: choose one of {', '.join(KNOWN_BACKENDS)}")
     killed = native_switch == 0
-    if requested not in ("auto", *BUILT_BACKENDS):
-        why = "paged_attention_native=0 forbids it" if killed else "it is not built"
-        raise UnsupportedError(
-            f"paged_backend={requested}: {why}. Built here: {', '.join(BUILT_BACKENDS)}; "
-            "paged_backend=auto takes the best of them"
+    preferred = _PREFERRED.get(platform) if requested == "auto" else requested
+    declined = None
+    if preferred is not None and preferred != "reference":
+        declined = (
+            "is forbidden by paged_attention_native=0"
+            if killed
+            else _unbuilt(preferred, platform) or _unserved(NATIVE_CAPABILITIES, layout, layers, has_sinks)
         )
-    for options in layers or (AttentionOptions(scale=1.0, sliding_window=None, soft_cap=None),):
-        refusal = REFERENCE_CAPABILITIES.refusal(layout, options, has_sinks=has_sinks)
-        if refusal is not None:
-            raise UnsupportedError(f"paged_backend=reference cannot serve {refusal}")
-    if requested == "reference":
-        reason = "asked for by paged_backend=reference"
+        if requested != "auto" and declined is not None:
+            raise UnsupportedError(
+                f"paged_backend={requested}: it {declined}. Built here: {', '.join(built_backends())}; "
+                "paged_backend=auto takes the best of them"
+            )
+    if preferred == "native" and declined is None:
+        applied = floors if floors is not None and native_switch != 1 else SplitFloors()
+        choice = _native_choice(requested, layout, applied)
     else:
-        preferred = _PREFERRED.get(platform)
-        missing = f"{preferred} is not built" if preferred else f"no kernel is made for {platform}"
-        reason = f"{missing}: the jnp reference serves {platform}"
-    if killed:
-        reason = f"paged_attention_native=0 forbids custom kernels; {reason}"
-    if platform == "cpu" and layout.dtype == "bfloat16":
-        reason += f"; {_BFLOAT16_ON_CPU}"
-    choice = BackendChoice("reference", reason, ReferenceBackend())
+        refusal = _unserved(REFERENCE_CAPABILITIES, layout, layers, has_sinks)
+        if refusal is not None:
+            raise UnsupportedError(f"paged_backend=reference {refusal}")
+        if requested == "reference":
+            reason = "asked for by paged_backend=reference"
+            if killed:
+                reason = f"paged_attention_native=0 forbids custom kernels; {reason}"
+        elif killed:
+            reason = f"paged_attention_native=0 forbids custom kernels: the jnp reference serves {platform}"
+        else:
+            why = f"{preferred} {declined}" if preferred else f"no kernel is made for {platform}"
+            reason = f"{why}: the jnp reference serves {platform}"
+        if platform == "cpu" and layout.dtype == "bfloat16":
+            reason += f"; {_BFLOAT16_ON_CPU}"
+        choice = BackendChoice("reference", reason, ReferenceBackend(), None if killed else declined)
     _announce(choice)
     return choice
+
+
+def _native_choice(requested: str, layout: KvStorageLayoutV1, floors: SplitFloors) -> BackendChoice:
+    library = native_library()
+    asked = "the default on CPUs" if requested == "auto" else "asked for by paged_backend=native"
+    backend = NativeBackend(layout.heads_per_shard(), floors.min_tokens, floors.min_tokens_per_request)
+    return BackendChoice("native", f"{asked}; C++ kernels for {library.best}", backend)
+
+
+def _unbuilt(name: str, platform: str) -> str | None:
+    """Why a backend other than the reference cannot run here at all."""
+    if name != "native":
+        return "is not built"
+    if platform != "cpu":
+        return f"runs on CPUs, not on {platform}"
+    missing = native_available()
+    return None if missing is None else f"is not built ({missing})"
+
+
+def _unserved(
+    capabilities: Capabilities, layout: KvStorageLayoutV1, layers: Sequence[AttentionOptions], has_sinks: bool
+) -> str | None:
+    for options in layers or (AttentionOptions(scale=1.0, sliding_window=None, soft_cap=None),):
+        refusal = capabilities.refusal(layout, options, has_sinks=has_sinks)
+        if refusal is not None:
+            return f"cannot serve {refusal}"
+    return None
 
 
 def _announce(choice: BackendChoice) -> None:
     kind = (choice.name, choice.reason)
     if kind not in _announced:
         _announced.add(kind)
-        _log.info("paged attention backend: %s (%s)", choice.name, choice.reason)
+        level = logging.INFO if choice.declined is None else logging.WARNING
+        _log.log(level, "paged attention backend: %s (%s)", choice.name, choice.reason)

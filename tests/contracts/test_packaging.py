@@ -67,7 +67,7 @@ def test_the_distribution_is_installed_with_its_command():
 
 
 def test_the_wheel_and_the_contracts_name_the_same_packages():
-    packages = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    packages = PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"]
     assert packages == PYPROJECT["tool"]["importlinter"]["root_packages"]
     assert sorted(packages) == sorted(
         path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"
@@ -76,7 +76,7 @@ def test_the_wheel_and_the_contracts_name_the_same_packages():
 
 def test_what_the_packages_import_is_declared():
     """A dependency that only arrives through another one would vanish with it."""
-    packages = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    packages = PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"]
     names = set()
     for path in (path for package in packages for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

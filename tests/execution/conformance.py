@@ -49,6 +49,7 @@ class BackendConformance:
 
     backend: ClassVar[PagedAttentionBackend]
     head_dim: ClassVar[int] = 16
+    head_dims: ClassVar[tuple[int, ...]] = (16, 48, 64, 80, 128, 256)
 
     @pytest.fixture
     def rng(self) -> np.random.Generator:
@@ -67,7 +68,37 @@ class BackendConformance:
         step = make_step(requests, page_size=page_size)
         assert_equals_dense(run(self.backend, step), step)
 
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 1), (3, 3)])
+    @pytest.mark.parametrize("page_size", [2, 3, 7, 32, 64, 128, 256])
+    def test_any_page_size_gives_the_same_attention(self, rng, page_size):
+        lengths = boundary_lengths(page_size)[-4:]
+        sizes = [(length, 1) for length in lengths] + [(lengths[-1], min(lengths[-1], 40)), (lengths[0], 2)]
+        requests = [make_request(rng, length, num_new, dim=self.head_dim) for length, num_new in sizes]
+        step = make_step(requests, page_size=page_size)
+        assert_equals_dense(run(self.backend, step), step)
+
+    def test_each_head_size_equals_dense_attention(self, rng):
+        for dim in self.head_dims:
+            requests = mixed_requests(rng, dim=dim, heads=6, kv_heads=2)
+            step = make_step(requests)
+            assert_equals_dense(
+                run(self.backend, step, replace(PLAIN, scale=dim**-0.5)), step, replace(PLAIN, scale=dim**-0.5)
+            )
+
+    def test_a_pool_of_more_than_65536_pages_is_addressed_to_its_end(self, rng):
+        num_pages = 70_001
+        pages = [num_pages - 1, 0, 65_535, 65_536, 65_537, 69_999, 32_768, 3]
+        requests = [make_request(rng, 3, num_new, kv_heads=1, dim=self.head_dim) for num_new in (1, 3)]
+        step = make_step(requests, page_size=1, pages=pages, num_pages=num_pages)
+        assert_equals_dense(run(self.backend, step), step)
+
+    @pytest.mark.parametrize("call", [run, run_decode], ids=["attend", "decode"])
+    def test_a_scale_of_one_means_that_queries_arrive_scaled(self, rng, call):
+        """Against dense numpy: two paged paths that both divide by sqrt(head_dim) would agree with each other."""
+        requests = [make_request(rng, n, 1, dim=self.head_dim) for n in (1, 9, 30)]
+        step, options = make_step(requests), replace(PLAIN, scale=1.0)
+        assert_equals_dense(call(self.backend, step, options, sinks=None), step, options)
+
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 1), (3, 3), (7, 1), (16, 2)])
     def test_each_query_head_reads_its_own_kv_head(self, rng, heads, kv_heads):
         step = make_step(mixed_requests(rng, heads=heads, kv_heads=kv_heads, dim=self.head_dim))
         assert_equals_dense(run(self.backend, step), step)
@@ -233,6 +264,15 @@ class BackendConformance:
         undonated = jax.jit(self.backend.append)
         moved = undonated(*after, step.key, step.value, step.table.slot_mapping)
         assert not {pool.unsafe_buffer_pointer() for pool in moved} & set(before)
+
+    def test_fifty_donated_steps_leave_the_pools_where_they_are(self, rng):
+        step = make_step(mixed_requests(rng, dim=self.head_dim))
+        pages, program = PageMetadata.from_table(step.table), program_of(self.backend, PLAIN, None, ())
+        pools = [jnp.asarray(pool) + 0 for pool in (step.k_pool, step.v_pool)]
+        before = _addresses(pools)
+        for _ in range(50):
+            _, *pools = program(step.query, step.key, step.value, *pools, pages, None)
+            assert _addresses(pools) == before
 
     @pytest.mark.multi_device
     @pytest.mark.parametrize(

@@ -103,12 +103,13 @@ def make_step(
     page_size: int = 4,
     poison: float = np.nan,
     pages: Sequence[int] | None = None,
+    num_pages: int = NUM_PAGES,
     seed: int = 0,
 ) -> Step:
     """Lay requests over shuffled pages (or ``pages``, in order); poison everything nobody owns."""
-    order = list(np.random.default_rng(seed).permutation(NUM_PAGES) if pages is None else pages)
+    order = list(np.random.default_rng(seed).permutation(num_pages) if pages is None else pages)
     kv_heads, dim = requests[0].key.shape[1:]
-    k_pool, v_pool = np.full((2, NUM_PAGES * page_size, kv_heads, dim), poison, np.float32)
+    k_pool, v_pool = np.full((2, num_pages * page_size, kv_heads, dim), poison, np.float32)
     rows = []
     for request in requests:
         offset = request.first_page_offset
@@ -120,7 +121,7 @@ def make_step(
             v_pool[page * page_size + within] = request.value[position]
     table = pack_page_table(
         rows,
-        num_pages=NUM_PAGES,
+        num_pages=num_pages,
         tokens_per_page=page_size,
         token_rung=TOKEN_RUNG,
         row_rung=ROW_RUNG,
@@ -131,7 +132,7 @@ def make_step(
         new = np.concatenate([getattr(request, name)[request.start :] for request in requests])
         padding = np.full((TOKEN_RUNG - len(new), *new.shape[1:]), poison, np.float32)
         flat.append(np.concatenate([new, padding]))
-    shape = (NUM_PAGES, page_size, kv_heads, dim)
+    shape = (num_pages, page_size, kv_heads, dim)
     return Step(tuple(requests), table, *flat, k_pool.reshape(shape), v_pool.reshape(shape))
 
 

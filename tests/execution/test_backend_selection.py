@@ -13,35 +13,87 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention import select
 from kv_execution.attention.api import AttentionOptions
 from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES
+from kv_execution.attention.native import NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.attention.select import choose_backend
+from kv_execution.dispatch import SplitFloors
+from kv_execution.native.library import native_available, native_library
 
 LAYOUT = KvStorageLayoutV1(2, 64, 16, num_kv_heads=2, head_dim=80, dtype="float32")
 PLAIN = AttentionOptions(scale=1.0, sliding_window=None, soft_cap=None)
 
 
+NOT_BUILT = "the C++ kernels are not built: install a C++17 compiler"
+built = pytest.mark.skipif(native_available() is not None, reason=str(native_available()))
+
+
+@pytest.fixture
+def without_native(monkeypatch):
+    monkeypatch.setattr(select, "native_available", lambda: NOT_BUILT)
+
+
+@pytest.fixture
+def announced(caplog, monkeypatch):
+    monkeypatch.setattr(select, "_announced", set())
+    with caplog.at_level(logging.INFO, logger="kv_execution"):
+        yield caplog
+
+
+@built
+def test_auto_takes_the_native_kernels_on_a_cpu_and_names_the_instruction_set():
+    choice = choose_backend("auto", "cpu", LAYOUT)
+    assert (choice.name, choice.backend, choice.declined) == ("native", NativeBackend(kv_heads=2), None)
+    assert choice.backend.name == choice.name
+    assert choice.reason == f"the default on CPUs; C++ kernels for {native_library().best}"
+    named = choose_backend("native", "cpu", LAYOUT)
+    assert (named.backend, "asked for by paged_backend=native" in named.reason) == (choice.backend, True)
+
+
+@built
+def test_floors_reach_the_kernels_and_force_bypasses_them():
+    floors = SplitFloors(4096, 512)
+    assert choose_backend("auto", "cpu", LAYOUT, floors=floors).backend == NativeBackend(2, 4096, 512)
+    forced = choose_backend("auto", "cpu", LAYOUT, floors=floors, native_switch=1)
+    assert forced.backend == NativeBackend(2, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("platform", "why"),
     [
-        ("cpu", "native is not built"),
+        ("cpu", NOT_BUILT),
         ("cuda", "triton is not built"),
         ("rocm", "triton is not built"),
         ("tpu", "no kernel is made for tpu"),
     ],
 )
-def test_auto_takes_the_reference_and_says_what_is_missing(platform, why):
+def test_auto_takes_the_reference_and_says_what_is_missing(platform, why, without_native):
     choice = choose_backend("auto", platform, LAYOUT)
     assert (choice.name, choice.backend) == ("reference", ReferenceBackend())
     assert choice.backend.name == choice.name
     assert why in choice.reason
 
 
+@built
+def test_what_the_native_kernels_cannot_serve_runs_the_reference_and_says_so(announced):
+    choice = choose_backend("auto", "cpu", replace(LAYOUT, head_dim=72))
+    assert (choice.name, choice.backend) == ("reference", ReferenceBackend())
+    assert "native cannot serve head_dim=72: allowed are 16, 32" in choice.reason
+    assert [record.levelname for record in announced.records] == ["WARNING"]
+    with pytest.raises(UnsupportedError, match="paged_backend=native: it cannot serve head_dim=72"):
+        choose_backend("native", "cpu", replace(LAYOUT, head_dim=72))
+
+
 @pytest.mark.parametrize("requested", ["native", "triton", "aiter", "flashinfer"])
-def test_a_backend_asked_for_by_name_is_never_replaced(requested):
+def test_a_backend_asked_for_by_name_is_never_replaced(requested, without_native):
     with pytest.raises(UnsupportedError, match=rf"paged_backend={requested}: it is not built.*reference"):
         choose_backend(requested, "cpu", LAYOUT)
-    with pytest.raises(UnsupportedError, match=rf"{requested}: paged_attention_native=0 forbids it"):
+    with pytest.raises(UnsupportedError, match=rf"{requested}: it is forbidden by paged_attention_native=0"):
         choose_backend(requested, "cpu", LAYOUT, native_switch=0)
+
+
+def test_native_kernels_are_refused_on_another_platform():
+    with pytest.raises(UnsupportedError, match="paged_backend=native: it runs on CPUs, not on cuda"):
+        choose_backend("native", "cuda", LAYOUT)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
@@ -50,19 +102,20 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize("requested", ["auto", "reference"])
-def test_the_kill_switch_is_part_of_the_reason(requested):
-    assert "paged_attention_native=0" in choose_backend(requested, "cpu", LAYOUT, native_switch=0).reason
+def test_the_kill_switch_wins_and_is_part_of_the_reason(requested):
+    killed = choose_backend(requested, "cpu", LAYOUT, native_switch=0)
+    assert (killed.name, killed.backend) == ("reference", ReferenceBackend())
+    assert "paged_attention_native=0" in killed.reason
     assert "paged_attention_native" not in choose_backend(requested, "cpu", LAYOUT, native_switch=1).reason
 
 
-def test_each_kind_of_choice_is_announced_once(caplog, monkeypatch):
-    monkeypatch.setattr(select, "_announced", set())
-    with caplog.at_level(logging.INFO, logger="kv_execution"):
-        for requested, platform in [("auto", "cpu"), ("auto", "cpu"), ("reference", "cpu"), ("auto", "cuda")]:
-            choose_backend(requested, platform, LAYOUT)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 3
-    assert lines[0] == ("paged attention backend: reference (native is not built: the jnp reference serves cpu)")
+def test_each_kind_of_choice_is_announced_once_and_louder_where_it_disappoints(announced, without_native):
+    for requested, platform in [("auto", "cpu"), ("auto", "cpu"), ("reference", "cpu"), ("auto", "cuda")]:
+        choose_backend(requested, platform, LAYOUT)
+    assert [record.levelname for record in announced.records] == ["WARNING", "INFO", "WARNING"]
+    assert announced.records[0].getMessage() == (
+        f"paged attention backend: reference (native is not built ({NOT_BUILT}): the jnp reference serves cpu)"
+    )
 
 
 def test_a_geometry_the_reference_cannot_store_is_refused_at_start():
@@ -79,7 +132,7 @@ def test_a_geometry_the_reference_cannot_store_is_refused_at_start():
         ("cuda", "bfloat16", False),
     ],
 )
-def test_a_dtype_that_works_but_costs_dearly_is_said_aloud(platform, dtype, warned):
+def test_a_dtype_that_works_but_costs_dearly_is_said_aloud(platform, dtype, warned, without_native):
     reason = choose_backend("auto", platform, replace(LAYOUT, dtype=dtype)).reason
     assert ("slow with paged_kv_dtype=bfloat16" in reason) is warned
 

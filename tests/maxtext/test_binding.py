@@ -10,8 +10,11 @@ import pytest
 from flax import nnx
 
 from kv_common.page_table import PageRow, pack_page_table
+from kv_execution.attention.api import PagedAttentionBackend
+from kv_execution.attention.native import NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.metadata import PageMetadata, SamplingInputs, StepInputs
+from kv_execution.native.library import native_available
 from maxtext_paged.loading import params_from_tree
 from maxtext_paged.model import MaxTextPagedModel, model_geometry
 from tests.tiny_models import dense_model, make_config, make_mesh
@@ -21,6 +24,11 @@ pytestmark = pytest.mark.maxtext
 PAGES, PAGE = 16, 8
 TABLE = np.array([[3, 5, 7, 2], [0, 15, 9, 11]], np.int32)  # page 0 and the last page are ordinary pages
 RUNG, ROWS = 24, 24
+not_built = native_available()
+BACKENDS = [
+    "reference",
+    pytest.param("native", marks=pytest.mark.skipif(not_built is not None, reason=str(not_built))),
+]
 
 # (request, first position, tokens): a whole prompt, chunks beside decodes, then decodes only.
 PLAN = [[(0, 0, 20)], [(0, 20, 1), (1, 0, 7)], [(0, 21, 1), (1, 7, 9)]] + [
@@ -28,12 +36,15 @@ PLAN = [[(0, 0, 20)], [(0, 20, 1), (1, 0, 7)], [(0, 21, 1), (1, 7, 9)]] + [
 ]
 
 
-def paged_model(block: str, devices: int = 1, **overrides: object) -> MaxTextPagedModel:
+def paged_model(block: str, devices: int = 1, backend: str = "reference", **overrides: object) -> MaxTextPagedModel:
     config = make_config(block, **overrides)
     mesh = make_mesh(config, jax.devices()[:devices])
     geometry = model_geometry(config, mesh)
     layout = geometry.layout(mesh, num_pages=PAGES, tokens_per_page=PAGE, dtype="float32")
-    return MaxTextPagedModel(config, mesh, layout=layout, head_axes=geometry.head_axes, backend=ReferenceBackend())
+    kernels: PagedAttentionBackend = ReferenceBackend()
+    if backend == "native":
+        kernels = NativeBackend(layout.heads_per_shard())
+    return MaxTextPagedModel(config, mesh, layout=layout, head_axes=geometry.head_axes, backend=kernels)
 
 
 def step_inputs(segments: list[tuple[int, int, int]], tokens: np.ndarray) -> StepInputs:
@@ -101,18 +112,20 @@ def assert_equals_dense(got: list[np.ndarray], block: str, tokens: np.ndarray) -
         np.testing.assert_allclose(logits, dense, rtol=0, atol=2e-5 * np.abs(dense).max())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block", ["llama2", "gemma2", "qwen3", "gpt_oss"])
-def test_two_requests_in_mixed_steps_equal_dense(block: str, tokens: np.ndarray) -> None:
-    model = paged_model(block)
+def test_two_requests_in_mixed_steps_equal_dense(block: str, backend: str, tokens: np.ndarray) -> None:
+    model = paged_model(block, backend=backend)
     got, addresses, _ = run_plan(model, params_from_tree(model, dense_model(block).params), tokens)
     assert_equals_dense(got, block, tokens)
     assert all(step == addresses[0] for step in addresses)
 
 
 @pytest.mark.multi_device
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block", ["llama2", "gemma2", "qwen3", "gpt_oss"])
-def test_two_requests_equal_dense_at_tensor_2_times_fsdp_2(block: str, tokens: np.ndarray) -> None:
-    model = paged_model(block, devices=4, ici_tensor_parallelism=2, ici_fsdp_parallelism=2)
+def test_two_requests_equal_dense_at_tensor_2_times_fsdp_2(block: str, backend: str, tokens: np.ndarray) -> None:
+    model = paged_model(block, devices=4, backend=backend, ici_tensor_parallelism=2, ici_fsdp_parallelism=2)
     assert model.head_axes == ("tensor",)
     assert (model.layout.head_shards, model.layout.pool_replicas) == (2, 2)
     got, addresses, hlo = run_plan(model, params_from_tree(model, dense_model(block).params), tokens)

@@ -14,6 +14,7 @@ from kv_common.errors import ConfigError
 from kv_control.plan import RequestId
 from kv_control.request import Request
 from kv_execution.driver import PagedDriver
+from kv_execution.native.library import native_available
 from maxtext_paged.config import PagedMaxTextConfig
 from maxtext_paged.convert import converted_smollm2, find_packaged_gguf
 from maxtext_paged.session import PagedSession, open_session
@@ -52,12 +53,20 @@ def directory() -> Path:
     return converted_smollm2(ROOT / ".cache" / "models")
 
 
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> PagedSession:
+@pytest.fixture(scope="module", params=["native", "reference"])
+def engine(request: pytest.FixtureRequest, directory: Path) -> PagedSession:
+    if request.param == "native" and native_available() is not None:
+        pytest.skip(str(native_available()))
     config = pyconfig.initialize(
         ["test", str(directory / "config.yml")]
         + [f"{key}={value}" for key, value in OPTIONS.items()]
-        + ["run_name=t", "hardware=cpu", "log_config=false", "base_output_directory=unused"],
+        + [
+            f"paged_backend={request.param}",
+            "run_name=t",
+            "hardware=cpu",
+            "log_config=false",
+            "base_output_directory=unused",
+        ],
         config_class=PagedMaxTextConfig,
     )
     return open_session(config)

@@ -1,0 +1,134 @@
+"""How a step's decode rows are run, as a value with a reason and its numbers.
+
+All rows of one new token are one dispatch, a batch of one included; rows with several tokens are ``attend``'s. The
+choice comes before anything is built or written: it depends on counts alone, so a decline costs nothing and leaves
+lengths and pages as they were. On a CPU the kernel's own work list applies the same rule (``NativeBackend``'s floors),
+so no floor is in a traced program; ``native_library().counts()`` says what it really did.
+
+For:        deciding, announcing and counting fused decodes.
+Not for:    running them (attention/native.py), or choosing the backend (attention/select.py).
+May import: kv_common, kv_control, jax.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from kv_common.page_table import KvPageTableV1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFloors:
+    """Visible KV tokens from which decode rows are cut over their keys.
+
+    Attributes:
+      min_tokens: for one request alone. min_tokens_per_request: on average, for several in a step.
+    """
+
+    min_tokens: int = 0
+    min_tokens_per_request: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchOutcome:
+    """What became of one step's decode rows under one attention window.
+
+    Attributes:
+      kind: ``"fused"`` (split-KV owns the rows), ``"gather"`` (each row is walked whole) or ``"none"`` (no such row).
+      cause: what distinguishes one kind of outcome from another: announced once each.
+      reason: one line with the numbers; a decline names its own fix.
+      batch: decode rows. visible_tokens: keys they see together.
+    """
+
+    kind: Literal["fused", "gather", "none"]
+    cause: str
+    reason: str
+    batch: int
+    visible_tokens: int
+
+
+def visible_tokens(table: KvPageTableV1, window: int | None) -> tuple[int, int]:
+    """Decode rows of a step and the keys they see together, from the page table's counts."""
+    lengths = table.seq_lens[: table.num_reqs]
+    single = np.diff(table.query_start_loc[: table.num_reqs + 1]) == 1
+    visible = (lengths - table.kv_first_page_offset[: table.num_reqs])[single].astype(np.int64)
+    if window is not None:
+        visible = np.minimum(visible, window)
+    return int(single.sum()), int(visible.sum())
+
+
+def decide(
+    table: KvPageTableV1, *, window: int | None, fused_kernel: str | None, floors: SplitFloors, forced: bool = False
+) -> DispatchOutcome:
+    """Whether split-KV owns a step's decode rows. Pure; reads counts only.
+
+    Args:
+      window: the layers' sliding window.
+      fused_kernel: None where split-KV is available, else why it is not and what would help.
+      forced: ``paged_attention_native=1``: the floors do not count.
+    """
+    batch, visible = visible_tokens(table, window)
+    seen = f"batch {batch}, {visible} visible KV tokens"
+    if not batch:
+        return DispatchOutcome("none", "no decode rows", "no decode rows in this step", 0, 0)
+    if fused_kernel is not None:
+        return DispatchOutcome("gather", fused_kernel, f"gather ({seen}): {fused_kernel}", batch, visible)
+    if forced:
+        reason = f"fused split-KV launch ({seen}, floors bypassed by paged_attention_native=1)"
+        return DispatchOutcome("fused", "forced", reason, batch, visible)
+    if batch == 1 and visible < floors.min_tokens:
+        return _below(batch, visible, "paged_split_kv_min_tokens", floors.min_tokens, floors.min_tokens)
+    if batch > 1 and visible < floors.min_tokens_per_request * batch:
+        floor = floors.min_tokens_per_request
+        return _below(batch, visible, "paged_split_kv_min_tokens_per_request", floor, floor * batch)
+    return DispatchOutcome("fused", "fused", f"fused split-KV launch ({seen})", batch, visible)
+
+
+def _below(batch: int, visible: int, option: str, floor: int, needed: int) -> DispatchOutcome:
+    reason = (
+        f"gather (batch {batch}, {visible} visible KV tokens < {needed}): below {option}={floor}; lower it, or bypass "
+        "the floors with paged_attention_native=1"
+    )
+    return DispatchOutcome("gather", f"below {option}", reason, batch, visible)
+
+
+@dataclass(slots=True)
+class DecodeDispatch:
+    """The dispatch of one runtime: decides per step, announces each cause once at INFO, counts.
+
+    Attributes:
+      windows: the distinct sliding windows of the model's layers, None for full attention.
+      fused_kernel, floors, forced: as in ``decide``.
+      counts: kind to decisions, one per step with decode rows and window.
+    """
+
+    windows: Sequence[int | None] = (None,)
+    fused_kernel: str | None = None
+    floors: SplitFloors = field(default_factory=SplitFloors)
+    forced: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+    _announced: set[tuple[str, str]] = field(default_factory=set)
+
+    def outcomes(self, table: KvPageTableV1) -> tuple[DispatchOutcome, ...]:
+        """What each window's layers do with this step; changes nothing."""
+        return tuple(
+            decide(table, window=window, fused_kernel=self.fused_kernel, floors=self.floors, forced=self.forced)
+            for window in self.windows
+        )
+
+    def launched(self, outcomes: Sequence[DispatchOutcome]) -> None:
+        """Count and announce the outcomes of a step that was dispatched."""
+        for outcome in outcomes:
+            if outcome.kind == "none":
+                continue
+            self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
+            if (outcome.kind, outcome.cause) not in self._announced:
+                self._announced.add((outcome.kind, outcome.cause))
+                _log.info("decode: %s", outcome.reason)

@@ -1,0 +1,435 @@
+// Paged attention on one core: compiled once per instruction set (PAGED_ISA, PAGED_VECTOR_BYTES).
+//
+// For:      a decode over a range of keys, a tile of queries over all they see, and the merge of decodes.
+// Not for:  threads, the work list or XLA.
+//
+// Only keys of the item's own range are read. Everything is summed in float32, whatever the pool holds.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <cstdlib>
+#include <utility>
+
+#include "attention.h"
+
+namespace paged {
+namespace PAGED_ISA {
+namespace {
+
+#include "vectors.h"
+
+constexpr int kBlock = kBlockKeys;
+// Vectors held per row in the inner loops: what fits 32 registers, or 16.
+constexpr int kWide = kLanes == 16 ? 4 : 2;
+constexpr int kTileHeight = 6;
+
+float minus_infinity() { return -__builtin_inff(); }
+
+// This thread's scratch, grown and kept: XLA's threads live as long as the process. No std::vector in this file: its
+// functions would be shared between the instruction-set builds, and the linker would pick one of them.
+float* scratch(int64_t floats) {
+  static thread_local float* memory = nullptr;
+  static thread_local int64_t size = 0;
+  if (size < floats) {
+    std::free(memory);
+    size = (floats + 15) / 16 * 16;
+    memory = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
+    if (!memory) std::abort();
+  }
+  return memory;
+}
+
+float bfloat16_to_float(uint16_t x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float f;
+  std::memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+uint16_t float_to_bfloat16(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, sizeof bits);
+  if (f != f) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Query heads [head, head + count) of a token, scaled.
+void read_query(const Call& call, int64_t token, int64_t head, int64_t count, float* to) {
+  const int64_t from = (token * call.heads() + head) * call.dim, size = count * call.dim;
+  for (int64_t i = 0; i < size; i++) {
+    const float x = call.query_is_bfloat16 ? bfloat16_to_float(static_cast<const uint16_t*>(call.query)[from + i])
+                                           : static_cast<const float*>(call.query)[from + i];
+    to[i] = x * call.scale;
+  }
+}
+
+// One head of one token: weighted values over their sum, with the head's sink in the sum. Zeros when nothing was seen.
+void write_output(const Call& call, int64_t token, int64_t head, float maximum, float sum, const float* values) {
+  float factor = 0;
+  if (sum != 0) {
+    float shift = maximum, total = sum, kept = 1;
+    if (call.sinks) {
+      shift = std::max(maximum, call.sinks[head]);
+      if (shift == minus_infinity()) shift = 0;
+      kept = maximum == minus_infinity() ? 1.0f : std::exp(maximum - shift);
+      total = sum * kept + std::exp(call.sinks[head] - shift);
+    }
+    factor = kept / total;
+  }
+  const int64_t to = (token * call.heads() + head) * call.dim;
+  for (int64_t d = 0; d < call.dim; d++) {
+    const float x = sum != 0 ? values[d] * factor : 0.0f;
+    if (call.query_is_bfloat16)
+      static_cast<uint16_t*>(call.output)[to + d] = float_to_bfloat16(x);
+    else
+      static_cast<float*>(call.output)[to + d] = x;
+  }
+}
+
+// Turns a block's scores, -inf where nothing may be seen, into weights, and brings the running maximum and sum up to
+// date. Returns the factor for what was summed before.
+PAGED_INLINE float weigh(float* scores, int padded, float soft_cap, float& maximum, float& sum) {
+  Vec most = splat(minus_infinity());
+  for (int i = 0; i < padded; i += kLanes) {
+    Vec s = load(scores + i);
+    if (soft_cap > 0) {
+      s = select(s == splat(minus_infinity()), s, tanh_of(s * (1.0f / soft_cap)) * soft_cap);
+      store(scores + i, s);
+    }
+    most = larger(most, s);
+  }
+  const float before = maximum;
+  maximum = std::max(maximum, max_lanes(most));
+  const float shift = maximum == minus_infinity() ? 0.0f : maximum;
+  Vec added{};
+  for (int i = 0; i < padded; i += kLanes) {
+    const Vec weight = exp_of(load(scores + i) - shift);
+    store(scores + i, weight);
+    added += weight;
+  }
+  const float factor = before == minus_infinity() ? 0.0f : before == maximum ? 1.0f : exp_of(splat(before - shift))[0];
+  sum = sum * factor + sum_lanes(added);
+  return factor;
+}
+
+template <class Element>
+PAGED_INLINE void fetch(const Element* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(Element))) __builtin_prefetch(from + i, 0, 2);
+}
+
+// Scores of kLanes tokens for one query head: kLanes dot products whose lane sums are taken together.
+template <class Element, int kDim>
+PAGED_INLINE Vec score_tokens(const Element* const* rows, int64_t offset, const float* query, int64_t dim) {
+  const int64_t size = kDim ? kDim : dim;
+  Vec sums[kLanes] = {};
+  int64_t d = 0;
+  for (; d + kWide * kLanes <= size; d += kWide * kLanes) {
+    Vec q[kWide];
+#pragma GCC unroll 4
+    for (int i = 0; i < kWide; i++) q[i] = load(query + d + i * kLanes);
+#pragma GCC unroll 16
+    for (int t = 0; t < kLanes; t++)
+#pragma GCC unroll 4
+      for (int i = 0; i < kWide; i++) sums[t] += load(rows[t] + offset + d + i * kLanes) * q[i];
+  }
+  for (; d < size; d += kLanes) {
+    const Vec q = load(query + d);
+#pragma GCC unroll 16
+    for (int t = 0; t < kLanes; t++) sums[t] += load(rows[t] + offset + d) * q;
+  }
+  return sum_each<kLanes>(sums, 0, 1);
+}
+
+// Adds count tokens' values, weighted, to kHeads query heads' sums over kVecs vectors from dimension d on. Meanwhile
+// fetches the same part of every stride-th of the tokens `ahead`: spread over the arithmetic, or it would wait for them.
+template <class Element, int kHeads, int kVecs>
+PAGED_INLINE void add_values(const Element* const* rows, const Element* const* ahead, int phase, int stride,
+                             int64_t offset, int count, const float (*weights)[kBlock], const float* factors,
+                             float* sums, int64_t dim, int64_t d) {
+  Vec acc[kHeads][kVecs];
+#pragma GCC unroll 4
+  for (int h = 0; h < kHeads; h++)
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; i++) acc[h][i] = load(sums + h * dim + d + i * kLanes) * factors[h];
+  for (int j = 0; j < count; j++) {
+    if (j % stride == phase) fetch(ahead[j] + offset + d, kVecs * kLanes);
+    Vec value[kVecs];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; i++) value[i] = load(rows[j] + offset + d + i * kLanes);
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; h++)
+#pragma GCC unroll 4
+      for (int i = 0; i < kVecs; i++) acc[h][i] += value[i] * weights[h][j];
+  }
+#pragma GCC unroll 4
+  for (int h = 0; h < kHeads; h++)
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; i++) store(sums + h * dim + d + i * kLanes, acc[h][i]);
+}
+
+// Row pointers of up to kBlock tokens, independent of the page size; the rest repeats the last one.
+template <class Element>
+struct Block {
+  const Element *k[kBlock], *v[kBlock];
+  int count = 0;
+
+  void fill(const Call& call, int64_t row, int64_t first, int64_t end) {
+    count = int(std::max<int64_t>(0, std::min<int64_t>(kBlock, end - first)));
+    for (int j = 0; j < count;) {
+      const int64_t offset = call.token_offset(row, first + j);
+      const int64_t within = (first + j - call.first_page_offset[row]) % call.tokens_per_page;
+      const int run = int(std::min<int64_t>(count - j, call.tokens_per_page - within));
+      for (int i = 0; i < run; i++, j++) {
+        k[j] = static_cast<const Element*>(call.k_pool) + offset + i * call.token_stride();
+        v[j] = static_cast<const Element*>(call.v_pool) + offset + i * call.token_stride();
+      }
+    }
+    for (int j = count; count && j < kBlock; j++) k[j] = k[count - 1], v[j] = v[count - 1];
+  }
+};
+
+struct Heads {
+  const float* query;  // [heads, dim] of the KV head's group, scaled
+  float *maximum, *sum, *values;
+};
+
+// kHeads query heads of one KV head over one block.
+template <class Element, int kDim, int kHeads>
+PAGED_INLINE void decode_heads(const Call& call, const Block<Element>& block, const Block<Element>& next, int64_t first,
+                               int64_t offset, const Heads& heads) {
+  const int64_t dim = kDim ? kDim : call.dim;
+  const Block<Element>& ahead = next.count ? next : block;
+  // Each of the group's heads fetches its share of the next block's keys.
+  const auto fetch_keys = [&](int j, int64_t head) {
+    for (int64_t t = kLanes * head / call.group; t < kLanes * (head + 1) / call.group; t++)
+      fetch(ahead.k[j + t] + offset, dim);
+  };
+  const int padded = (block.count + kLanes - 1) / kLanes * kLanes;
+  alignas(64) float weights[kHeads][kBlock];
+  alignas(64) float widened[sizeof(Element) == 2 && kHeads > 1 ? kLanes * 256 : 1];
+  for (int j = 0; j < padded; j += kLanes) {
+    if constexpr (sizeof(Element) == 2 && kHeads > 1) {
+      const float* rows[kLanes];
+      for (int t = 0; t < kLanes; t++) {
+        rows[t] = widened + t * dim;
+        for (int64_t d = 0; d < dim; d += kLanes) store(widened + t * dim + d, load(block.k[j + t] + offset + d));
+      }
+      for (int h = 0; h < kHeads; h++) {
+        fetch_keys(j, first + h);
+        store(weights[h] + j, score_tokens<float, kDim>(rows, 0, heads.query + h * dim, dim));
+      }
+    } else {
+      for (int h = 0; h < kHeads; h++) {
+        fetch_keys(j, first + h);
+        store(weights[h] + j, score_tokens<Element, kDim>(block.k + j, offset, heads.query + h * dim, dim));
+      }
+    }
+  }
+  float factors[kHeads];
+  for (int h = 0; h < kHeads; h++) {
+    for (int j = block.count; j < padded; j++) weights[h][j] = minus_infinity();
+    factors[h] = weigh(weights[h], padded, call.soft_cap, heads.maximum[h], heads.sum[h]);
+  }
+  const int stride = int((call.group + 3) / 4), phase = int(first / 4);
+  int64_t d = 0;
+  for (; d + kWide * kLanes <= dim; d += kWide * kLanes)
+    add_values<Element, kHeads, kWide>(block.v, ahead.v, phase, stride, offset, block.count, weights, factors,
+                                       heads.values, dim, d);
+  for (; d < dim; d += kLanes)
+    add_values<Element, kHeads, 1>(block.v, ahead.v, phase, stride, offset, block.count, weights, factors,
+                                   heads.values, dim, d);
+}
+
+template <class Element, int kDim>
+void decode_range(const Call& call, const Item& item, const float* query, float* maximum, float* sum, float* values) {
+  Block<Element> blocks[2];
+  int now = 0;
+  blocks[0].fill(call, item.row, item.first_key, item.end_key);
+  for (int64_t key = item.first_key; key < item.end_key; key += kBlock, now ^= 1) {
+    Block<Element>&block = blocks[now], &next = blocks[now ^ 1];
+    next.fill(call, item.row, key + kBlock, item.end_key);
+    for (int64_t h = 0; h < call.kv_heads; h++) {
+      const int64_t offset = h * call.dim;
+      for (int64_t g = 0; g < call.group;) {
+        const int64_t head = h * call.group + g, left = call.group - g;
+        const Heads heads{query + head * call.dim, maximum + head, sum + head, values + head * call.dim};
+        if (left >= 4) {
+          decode_heads<Element, kDim, 4>(call, block, next, g, offset, heads), g += 4;
+        } else if (left == 3) {
+          decode_heads<Element, kDim, 3>(call, block, next, g, offset, heads), g += 3;
+        } else if (left == 2) {
+          decode_heads<Element, kDim, 2>(call, block, next, g, offset, heads), g += 2;
+        } else {
+          decode_heads<Element, kDim, 1>(call, block, next, g, offset, heads), g += 1;
+        }
+      }
+    }
+  }
+}
+
+template <class Element>
+void decode_range(const Call& call, const Item& item, const float* query, float* maximum, float* sum, float* values) {
+  if (call.dim == 64) return decode_range<Element, 64>(call, item, query, maximum, sum, values);
+  if (call.dim == 128) return decode_range<Element, 128>(call, item, query, maximum, sum, values);
+  decode_range<Element, 0>(call, item, query, maximum, sum, values);
+}
+
+void decode(const Call& call, const Item& item) {
+  const int64_t heads = call.heads(), dim = call.dim;
+  float* query = scratch(heads * dim + partial_floats(call));
+  read_query(call, item.first_query, 0, heads, query);
+  float* maximum = item.partial ? item.partial : query + heads * dim;
+  float *sum = maximum + heads, *values = sum + heads;
+  std::fill(maximum, sum, minus_infinity());
+  std::fill(sum, values + heads * dim, 0.0f);
+  if (call.pool_is_bfloat16)
+    decode_range<uint16_t>(call, item, query, maximum, sum, values);
+  else
+    decode_range<float>(call, item, query, maximum, sum, values);
+  if (item.partial) return;
+  for (int64_t h = 0; h < heads; h++)
+    write_output(call, item.first_query, h, maximum[h], sum[h], values + h * dim);
+}
+
+void merge(const Call& call, const Item& item, const float* partials, int64_t count) {
+  const int64_t heads = call.heads(), dim = call.dim, size = partial_floats(call);
+  float* values = scratch(dim);
+  for (int64_t h = 0; h < heads; h++) {
+    float maximum = minus_infinity(), sum = 0;
+    for (int64_t i = 0; i < count; i++) maximum = std::max(maximum, partials[i * size + h]);
+    const float shift = maximum == minus_infinity() ? 0.0f : maximum;
+    std::fill(values, values + dim, 0.0f);
+    for (int64_t i = 0; i < count; i++) {
+      const float* part = partials + i * size;
+      // A part that is all NaN kept -inf as its maximum; its sum must show.
+      const float factor = part[h] == minus_infinity() ? 1.0f : std::exp(part[h] - shift);
+      sum += factor * part[heads + h];
+      const float* from = part + 2 * heads + h * dim;
+      for (int64_t d = 0; d < dim; d++) values[d] += factor * from[d];
+    }
+    write_output(call, item.first_query, h, maximum, sum, values);
+  }
+}
+
+// c [kRows, kVecs * kLanes] (+)= a [kRows, depth] @ b [depth, kVecs * kLanes].
+template <int kRows, int kVecs>
+PAGED_INLINE void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
+                           int64_t c_stride, int64_t depth, bool add) {
+  Vec acc[kRows][kVecs];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; i++) acc[r][i] = add ? load(c + r * c_stride + i * kLanes) : Vec{};
+  for (int64_t k = 0; k < depth; k++) {
+    Vec row[kVecs];
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; i++) row[i] = load(b + k * b_stride + i * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+      for (int i = 0; i < kVecs; i++) acc[r][i] += row[i] * a[r * a_stride + k];
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+    for (int i = 0; i < kVecs; i++) store(c + r * c_stride + i * kLanes, acc[r][i]);
+}
+
+// c [rows, width] (+)= a [rows, depth] @ b [depth, width]; rows a multiple of kTileHeight, width of kLanes.
+void multiply(const float* a, int64_t a_stride, const float* b, int64_t width, float* c, int64_t rows, int64_t depth,
+              bool add) {
+  int64_t n = 0;
+  for (; n + kWide * kLanes <= width; n += kWide * kLanes)
+    for (int64_t r = 0; r < rows; r += kTileHeight)
+      multiply<kTileHeight, kWide>(a + r * a_stride, a_stride, b + n, width, c + r * width + n, width, depth, add);
+  for (; n < width; n += kLanes)
+    for (int64_t r = 0; r < rows; r += kTileHeight)
+      multiply<kTileHeight, 1>(a + r * a_stride, a_stride, b + n, width, c + r * width + n, width, depth, add);
+}
+
+// A block's keys as [dim, kBlock] and its values as [kBlock, dim], zeros behind the last one.
+template <class Element>
+void pack(const Call& call, const Block<Element>& block, int64_t offset, float* keys, float* values) {
+  const int64_t dim = call.dim;
+  for (int j = 0; j < kBlock; j += kLanes)
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      Vec square[kLanes];
+#pragma GCC unroll 16
+      for (int t = 0; t < kLanes; t++)
+        square[t] = j + t < block.count ? load(block.k[j + t] + offset + d) : Vec{};
+      transpose(square);
+#pragma GCC unroll 16
+      for (int t = 0; t < kLanes; t++) store(keys + (d + t) * kBlock + j, square[t]);
+    }
+  for (int j = 0; j < block.count; j++)
+    for (int64_t d = 0; d < dim; d += kLanes) store(values + j * dim + d, load(block.v[j] + offset + d));
+}
+
+template <class Element>
+void tile_range(const Call& call, const Item& item) {
+  const int64_t dim = call.dim, group = call.group, row = item.row;
+  const int64_t real = item.num_queries * group, rows = (real + kTileHeight - 1) / kTileHeight * kTileHeight;
+  // Position of the tile's first query; the request's last query stands at seq_lens - 1.
+  const int64_t position = call.seq_lens[row] - (call.query_start[row + 1] - item.first_query);
+  float* query = scratch(rows * (2 * dim + kBlock + 2) + 2 * kBlock * dim);
+  float *output = query + rows * dim, *weights = output + rows * dim, *keys = weights + rows * kBlock;
+  float *values = keys + kBlock * dim, *maximum = values + kBlock * dim, *sum = maximum + rows;
+  std::fill(query + real * dim, query + rows * dim, 0.0f);
+  std::fill(output, output + rows * dim, 0.0f);
+  std::fill(maximum, maximum + rows, minus_infinity());
+  std::fill(sum, sum + rows, 0.0f);
+  for (int64_t i = 0; i < item.num_queries; i++)
+    read_query(call, item.first_query + i, item.kv_head * group, group, query + i * group * dim);
+
+  Block<Element> block;
+  for (int64_t key = item.first_key; key < item.end_key; key += kBlock) {
+    block.fill(call, row, key, item.end_key);
+    pack(call, block, item.kv_head * dim, keys, values);
+    multiply(query, dim, keys, kBlock, weights, rows, dim, false);
+    for (int64_t r = 0; r < real; r++) {
+      float* scores = weights + r * kBlock;
+      const int64_t at = position + r / group;
+      const int64_t oldest = call.window ? at - call.window + 1 : 0;
+      const int64_t from = std::min<int64_t>(kBlock, std::max<int64_t>(0, oldest - key));
+      const int64_t to = std::max(from, std::min<int64_t>(block.count, at + 1 - key));
+      std::fill(scores, scores + from, minus_infinity());
+      std::fill(scores + to, scores + kBlock, minus_infinity());
+      const float factor = weigh(scores, kBlock, call.soft_cap, maximum[r], sum[r]);
+      if (factor != 1.0f)
+        for (int64_t d = 0; d < dim; d += kLanes) store(output + r * dim + d, load(output + r * dim + d) * factor);
+    }
+    multiply(weights, kBlock, values, dim, output, rows, block.count, true);
+  }
+  for (int64_t r = 0; r < real; r++)
+    write_output(call, item.first_query + r / group, item.kv_head * group + r % group, maximum[r], sum[r],
+                 output + r * dim);
+}
+
+void tile(const Call& call, const Item& item) {
+  if (call.pool_is_bfloat16)
+    tile_range<uint16_t>(call, item);
+  else
+    tile_range<float>(call, item);
+}
+
+float read(const float* from, int64_t count) {
+  Vec sums[8] = {};
+  for (int64_t i = 0; i + 8 * kLanes <= count; i += 8 * kLanes)
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) sums[j] += load(from + i + j * kLanes);
+  float total = 0;
+  for (int j = 0; j < 8; j++) total += sum_lanes(sums[j]);
+  return total;
+}
+
+#define PAGED_TEXT(x) #x
+#define PAGED_NAME(x) PAGED_TEXT(x)
+
+}  // namespace
+
+extern const Kernels kernels;
+const Kernels kernels = {decode, tile, merge, read, PAGED_NAME(PAGED_ISA)};
+
+}  // namespace PAGED_ISA
+}  // namespace paged
