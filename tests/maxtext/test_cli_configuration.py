@@ -73,13 +73,13 @@ def test_bases_that_lead_in_a_circle_are_refused(file: Path) -> None:
         (["jax_cache_dir=/key"], "/variable", "/home-cache", "/key"),
         ([], "/variable", "/home-cache", "/variable"),
         ([], None, "/home-cache", "/home-cache/maxtext-paged/jax"),
-        ([], None, None, "/home/someone/.cache/maxtext-paged/jax"),
+        ([], None, None, "/users/someone/.cache/maxtext-paged/jax"),
     ],
 )
 def test_programs_are_kept_where_the_nearest_setting_says(
     file: Path, monkeypatch: pytest.MonkeyPatch, key: list[str], variable: str, cache_home: str, kept_in: str
 ) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("HOME", "/users/someone")
     for name, value in (("JAX_COMPILATION_CACHE_DIR", variable), ("XDG_CACHE_HOME", cache_home)):
         if value is None:
             monkeypatch.delenv(name, raising=False)
