@@ -7,6 +7,7 @@ May import: the standard library, numpy, kv_common.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import NewType
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_common.errors import RequestError
 from kv_common.page_table import KvPageTableV1
 
 RequestId = NewType("RequestId", int)
@@ -45,6 +47,13 @@ class SamplingSpec:
       min_p: drop tokens less likely than this share of the likeliest.
       seed: uint32; together with sample index and absolute position it fixes the random number.
       sample_index: which of a prompt's ``n`` samples this is.
+
+    Raises:
+      RequestError: a value is outside its range; the message names it.
+
+    >>> SamplingSpec(temperature=-1.0)
+    Traceback (most recent call last):
+    kv_common.errors.RequestError: temperature=-1.0: must be a finite number of at least 0
     """
 
     temperature: float = 0.0
@@ -53,6 +62,18 @@ class SamplingSpec:
     min_p: float = 0.0
     seed: int = 0
     sample_index: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, wanted in (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number of at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0, where 0 keeps every token"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1, where 1 keeps every token"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1, where 0 keeps every token"),
+            ("seed", 0 <= self.seed < 1 << 32, "a number of 32 bits"),
+            ("sample_index", 0 <= self.sample_index < 1 << 31, "at least 0"),
+        ):
+            if not good:
+                raise RequestError(f"{name}={getattr(self, name)}: must be {wanted}")
 
 
 GREEDY = SamplingSpec()

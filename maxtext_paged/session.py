@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.configs import pyconfig
 from maxtext.utils import maxtext_utils
 
-from kv_common.errors import ConfigError
+from kv_common.errors import ConfigError, KvCacheError
 from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
@@ -79,7 +79,17 @@ class PagedSession:
     max_num_seqs: int
 
     def update_params(self, params: Any) -> None:
-        """Exchange the weights: scanned or not, however sharded. Nothing compiles."""
+        """Exchange the weights: scanned or not, however sharded. Nothing compiles.
+
+        Raises:
+          KvCacheError: requests are under way; their K/V is the old weights', and would be read by the new.
+        """
+        if self.driver.scheduler.has_work:
+            scheduler = self.driver.scheduler
+            raise KvCacheError(
+                f"{scheduler.num_running} requests run and {scheduler.num_waiting} wait: finish or cancel them before "
+                "update_params"
+            )
         self.runtime.update_params(params_from_tree(self.model, params))
 
     def set_rng(self, rng: Any) -> None:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from kv_common.errors import KvCacheError
 from kv_control.plan import RequestId, SamplingSpec
 from kv_control.request import Request
 from kv_control.scheduler import Scheduler, max_steps
@@ -167,6 +168,17 @@ def test_updated_weights_take_effect_and_compile_nothing(engine: PagedSession) -
     assert engine.runtime.metrics().compiled == compiled
     engine.update_params(dense_model().params)
     assert [request.tokens.tolist() for request in run(engine, SIZES[:2])] == before
+
+
+def test_weights_cannot_change_under_a_request_that_is_under_way(engine: PagedSession) -> None:
+    """Half of its K/V would be the old weights' and half the new: the output of neither model."""
+    request = Request(RequestId(1), np.array([5, 6, 7]), max_tokens=9)
+    engine.driver.submit(request)
+    engine.driver.step()
+    with pytest.raises(KvCacheError, match="1 requests run and 0 wait"):
+        engine.update_params(dense_model().params)
+    engine.driver.cancel(request.id)
+    engine.update_params(dense_model().params)
 
 
 @pytest.mark.multi_device
