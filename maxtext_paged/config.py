@@ -82,10 +82,16 @@ class PagedOptions(BaseModel):
         "PAGED_ATTENTION_NATIVE). 1: native kernels without regard to the floors below.",
     )
     paged_split_kv_min_tokens: int = Field(
-        4096, ge=0, description="Visible KV tokens from which one request alone is decoded with split-KV."
+        4096,
+        ge=0,
+        description="Visible KV tokens from which one request alone is decoded with split-KV (also as the environment "
+        "variable PAGED_SPLIT_KV_MIN_TOKENS).",
     )
     paged_split_kv_min_tokens_per_request: int = Field(
-        512, ge=0, description="Visible KV tokens per request from which several are decoded with split-KV."
+        512,
+        ge=0,
+        description="Visible KV tokens per request from which several are decoded with split-KV (also as the "
+        "environment variable PAGED_SPLIT_KV_MIN_TOKENS_PER_REQUEST).",
     )
     paged_kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Element type of the pools. auto: the model's `dtype`."
