@@ -29,7 +29,7 @@ demo: venv  ## ten prompts through SmolLM2-135M on a paged KV pool inside MaxTex
 test: venv  ## all tests that need no GPU: eight virtual devices in one process, one device in another
 	@rc=0; \
 	XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" $(PYTEST) -m multi_device $(PYTEST_ARGS) || rc=$$?; \
-	$(PYTEST) $(PYTEST_ARGS) || rc=$$?; \
+	$(PYTEST) -n 2 --dist loadfile $(PYTEST_ARGS) || rc=$$?; \
 	exit $$rc
 
 test-gpu: venv  ## the tests that need a GPU, on a machine that has one
