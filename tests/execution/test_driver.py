@@ -59,6 +59,15 @@ def test_a_pool_too_small_for_all_preempts_and_gives_the_same_tokens_in_bounded_
     assert driver.runtime.control.num_free_pages == num_pages
 
 
+@pytest.mark.parametrize("chunk", [1, 3, None])
+def test_prefill_tokens_are_the_prompts_tokens_however_they_are_chunked(chunk: int | None) -> None:
+    driver = make_driver(num_pages=64, prefill_chunk_tokens=chunk)
+    requests = requests_of(MIXED[:3])
+    run_all(driver, requests)
+    assert driver.metrics.num_prefill_tokens == sum(len(request.prompt) for request in requests)
+    assert driver.metrics.num_generated_tokens == sum(request.num_generated for request in requests)
+
+
 def test_a_tight_pool_really_preempts() -> None:
     """The control of the test above: its equality would be empty if nothing was ever preempted."""
     driver = make_driver(num_pages=6)
