@@ -97,12 +97,17 @@ def pack_page_table(
     >>> table.slot_mapping.tolist(), table.seq_lens.tolist()
     ([115, 80, 81, 82, 83, 144, 144, 144], [20, 4, 0])
     """
+    for i, row in enumerate(rows):
+        outside = (row.pages < 0) | (row.pages >= num_pages)
+        if outside.any():
+            raise PageStateError(f"row {i} names a page outside 0..{num_pages - 1}: {row.pages[outside].tolist()}")
+    pages = np.concatenate([np.zeros(0, np.int32), *(row.pages for row in rows)])
     return pack_page_arrays(
         start=np.array([row.start for row in rows], np.int64),
         num_new=np.array([row.num_tokens for row in rows], np.int64),
         first_page_offset=np.array([row.first_page_offset for row in rows], np.int64),
         pages_per_row=np.array([len(row.pages) for row in rows], np.int64),
-        pages=np.concatenate([np.zeros(0, np.int32), *(row.pages for row in rows)]),
+        kv_indices=_padded(pages, max(index_capacity, len(pages)), num_pages),
         num_pages=num_pages,
         tokens_per_page=tokens_per_page,
         token_rung=token_rung,
@@ -117,7 +122,7 @@ def pack_page_arrays(
     num_new: Int64,
     first_page_offset: Int64,
     pages_per_row: Int64,
-    pages: Int32,
+    kv_indices: Int32,
     num_pages: int,
     tokens_per_page: int,
     token_rung: int,
@@ -129,12 +134,13 @@ def pack_page_arrays(
     Args:
       start, num_new, first_page_offset: int64 ``[num_reqs]``, the fields of ``PageRow``.
       pages_per_row: int64 ``[num_reqs]``.
-      pages: int32 ``[sum(pages_per_row)]``, row after row.
+      kv_indices: int32 ``[C]``, the rows' pages one after another, padded; becomes the table's own. Its ids are
+        taken as they are: a page map only ever holds ids of the pool.
 
     Raises:
       PageStateError: as ``pack_page_table``.
     """
-    num_reqs, num_tokens, num_indices = len(start), int(num_new.sum()), len(pages)
+    num_reqs, num_tokens, num_indices = len(start), int(num_new.sum()), int(pages_per_row.sum())
     if num_tokens > token_rung or num_reqs > row_rung or num_indices > index_capacity:
         raise PageStateError(
             f"{num_reqs} rows, {num_tokens} tokens and {num_indices} page references do not fit a step of "
@@ -151,11 +157,6 @@ def pack_page_arrays(
             f"row {i}: {pages_per_row[i]} pages of {tokens_per_page} tokens from position "
             f"{first_page_offset[i]} do not hold exactly {length[i]} tokens ({num_new[i]} of them new)"
         )
-    outside = (pages < 0) | (pages >= num_pages)
-    if outside.any():
-        i = int(np.repeat(np.arange(num_reqs), pages_per_row)[outside.argmax()])
-        raise PageStateError(f"row {i} names a page outside 0..{num_pages - 1}: {pages[outside].tolist()}")
-
     query_start_loc = np.full(row_rung + 1, num_tokens, np.int32)
     query_start_loc[0], query_start_loc[1 : num_reqs + 1] = 0, np.cumsum(num_new)
     kv_indptr = np.full(row_rung + 1, num_indices, np.int32)
@@ -164,7 +165,7 @@ def pack_page_arrays(
     row = np.repeat(np.arange(num_reqs), num_new)
     position = np.arange(num_tokens) + (start - query_start_loc[:num_reqs])[row]
     page, offset = page_and_offset(position - first_page_offset[row], tokens_per_page)
-    slot = pages[kv_indptr[row] + page].astype(np.int64) * tokens_per_page + offset
+    slot = kv_indices[kv_indptr[row] + page].astype(np.int64) * tokens_per_page + offset
     return KvPageTableV1(
         num_reqs=num_reqs,
         num_tokens=num_tokens,
@@ -174,7 +175,7 @@ def pack_page_arrays(
         slot_mapping=_padded(slot, token_rung, num_pages * tokens_per_page),
         row_of_token=_padded(row, token_rung, row_rung),
         kv_indptr=kv_indptr,
-        kv_indices=_padded(pages, index_capacity, num_pages),
+        kv_indices=kv_indices,
         kv_last_page_len=_padded(last_page_len(visible, tokens_per_page), row_rung, 0),
         kv_first_page_offset=_padded(first_page_offset, row_rung, 0),
     )

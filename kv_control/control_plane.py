@@ -19,11 +19,18 @@ from kv_common.page_table import pack_page_arrays
 from kv_common.pages import pages_for_tokens
 from kv_control.allocator import PageAllocator
 from kv_control.bucketing import Ladder, row_rung
+from kv_control.metrics import ControlCounters, ControlMetrics, pool_metrics
 from kv_control.page_map import PageMap
-from kv_control.plan import RequestHandle, RequestSlice, Reservation, ScrubbedReservation, StepPlan
+from kv_control.plan import RequestHandle, RequestSlice, Reservation, ScrubbedReservation, StepBatch, StepPlan
+from kv_control.prefix_index import PageNode, PrefixIndex
+from kv_control.sharing import PageSharing
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+
+MAX_REFERENCES_PER_PAGE = 4
+"""Page references of a step, on average per page of the pool. A page table has room for this many; sharing beyond it
+counts as no room, as too few pages do."""
 
 
 @dataclass(slots=True)
@@ -31,7 +38,6 @@ class _Current:
     """The one reservation that may still be confirmed, planned, committed or cancelled."""
 
     reservation: Reservation
-    rows: Int64
     num_added: Int64
     scrubbed: ScrubbedReservation | None = None
     plan: StepPlan | None = None
@@ -50,6 +56,8 @@ class ControlPlane:
       max_num_seqs: rows, that is requests that can hold pages at once.
       max_model_len: most tokens of one request, prompt and completion.
       token_ladder: padded sizes of a step; its top is the largest step.
+      prefix_namespace: digest under which pages are cached for other requests (``CacheNamespace.digest``); None
+        keeps no page beyond its requests.
 
     >>> layout = KvStorageLayoutV1(1, 4, 4, num_kv_heads=1, head_dim=8, dtype="float32")
     >>> control = ControlPlane(layout, max_num_seqs=2, max_model_len=12, token_ladder=Ladder([8]))
@@ -58,14 +66,20 @@ class ControlPlane:
     >>> reservation = control.reserve([prompt])
     >>> plan = control.plan(control.confirm_scrubbed(reservation))
     >>> plan.table.kv_indices.tolist(), plan.table.slot_mapping.tolist()
-    ([0, 1, 4, 4], [0, 1, 2, 3, 4, 16, 16, 16])
+    ([0, 1, 4, 4, 4, 4], [0, 1, 2, 3, 4, 16, 16, 16])
     >>> control.commit(plan)
     >>> control.num_written(handle), control.release(handle).tolist()
     (5, [0, 1])
     """
 
     def __init__(
-        self, layout: KvStorageLayoutV1, *, max_num_seqs: int, max_model_len: int, token_ladder: Ladder
+        self,
+        layout: KvStorageLayoutV1,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        token_ladder: Ladder,
+        prefix_namespace: bytes | None = None,
     ) -> None:
         if max_model_len < 1:
             raise ConfigError(f"max_target_length={max_model_len}: a request needs room for at least 1 token")
@@ -76,6 +90,11 @@ class ControlPlane:
         self.token_ladder = token_ladder
         self.allocator = PageAllocator(layout.num_pages)
         self.page_map = PageMap(max_num_seqs, self.max_pages_per_request)
+        self.prefix_namespace = prefix_namespace
+        self.prefix_index = None if prefix_namespace is None else PrefixIndex(layout.tokens_per_page)
+        self.sharing = PageSharing(self.allocator, self.page_map, layout.tokens_per_page, self.prefix_index)
+        self.counters = ControlCounters()
+        self._unscrubbed = np.zeros(0, np.int32)  # handed out dirty, not confirmed; some may be free again
         self._written = np.zeros(max_num_seqs, np.int64)
         self._serial = 0
         self._current: _Current | None = None
@@ -91,6 +110,11 @@ class ControlPlane:
     def num_free_pages(self) -> int:
         """Pages that nobody holds."""
         return self.allocator.num_free
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that a request can be given: free ones, and cached ones that nobody reads."""
+        return self.allocator.num_free + self.sharing.num_evictable
 
     @property
     def num_free_rows(self) -> int:
@@ -112,8 +136,13 @@ class ControlPlane:
         return row_rung(token_rung, self.max_num_seqs)
 
     def index_capacity(self, row_rung: int) -> int:
-        """Page references of a step of ``row_rung`` rows: all of them full, but no page is named twice."""
-        return min(row_rung * self.max_pages_per_request, self.num_pages)
+        """Page references of a step of ``row_rung`` rows: all of them full, or as many as ``reserve`` allows."""
+        return min(row_rung * self.max_pages_per_request, self.max_step_references)
+
+    @property
+    def max_step_references(self) -> int:
+        """Page references of the largest step that ``reserve`` takes."""
+        return MAX_REFERENCES_PER_PAGE * self.num_pages
 
     @property
     def max_request_tokens(self) -> int:
@@ -159,9 +188,88 @@ class ControlPlane:
         Raises:
           StaleHandleError: it was released before; nothing has changed.
         """
-        freed = self.allocator.free(self.page_map.release(handle))
+        pages = self.page_map.release(handle)
+        freed = np.concatenate([self.allocator.free(pages), self.sharing.leave(handle.row)])
         self._written[handle.row] = 0
         return freed
+
+    def adopt(self, handle: RequestHandle, nodes: Sequence[PageNode]) -> None:
+        """Begin a request behind cached pages: they count as written.
+
+        Raises:
+          PageStateError: the request holds pages already.
+        """
+        self._require_empty(handle)
+        self.sharing.adopt(handle, nodes)
+        self._written[handle.row] = len(nodes) * self.layout.tokens_per_page
+
+    def fork(self, source: RequestHandle, target: RequestHandle, num_tokens: int) -> bool:
+        """Begin ``target`` behind the first ``num_tokens`` tokens of ``source``: whole pages are shared, a partial
+        last one is copied before the next step.
+
+        Returns:
+          False when there is no page for the copy; then nothing has changed.
+
+        Raises:
+          PageStateError: ``target`` holds pages already, or ``source`` has fewer tokens written.
+        """
+        self._require_empty(target)
+        if self.num_written(source) < num_tokens:
+            raise PageStateError(
+                f"row {source.row} has {self.num_written(source)} tokens written, {num_tokens} are to be shared"
+            )
+        if not self.sharing.fork(source, target, num_tokens):
+            return False
+        self._note_unscrubbed(self.page_map.pages(target)[-1:])
+        self._written[target.row] = num_tokens
+        return True
+
+    def publish(
+        self, handle: RequestHandle, key: bytes, tokens: Int32, token_logprobs: NDArray[np.float32] | None = None
+    ) -> bool:
+        """Offer the request's next unpublished page to other requests; see ``PageSharing.publish``.
+
+        Raises:
+          PageStateError: a slot of the page is not written yet.
+        """
+        position = (len(self.sharing.path(handle.row)) + 1) * self.layout.tokens_per_page
+        if self.num_written(handle) < position:
+            raise PageStateError(
+                f"row {handle.row}: a page ending at token {position} is published, but only "
+                f"{self.num_written(handle)} tokens are written"
+            )
+        return self.sharing.publish(handle, key, tokens, token_logprobs)
+
+    def reset_prefix_cache(self, namespace: bytes | None = None) -> tuple[int, Int32]:
+        """Forget every cached page; running requests keep theirs, which nobody else can find any more.
+
+        Args:
+          namespace: what is cached from now on lies under this digest; None keeps the one there is.
+
+        Returns:
+          How many pages the cache named, and those (int32) that nobody holds any more.
+        """
+        cleared, freed = self.sharing.clear()
+        if namespace is not None and self.prefix_namespace is not None:
+            self.prefix_namespace = namespace
+        return cleared, freed
+
+    def metrics(self) -> ControlMetrics:
+        """Pages and counts as they stand."""
+        return pool_metrics(
+            allocator=self.allocator,
+            page_map=self.page_map,
+            sharing=self.sharing,
+            written=self._written,
+            tokens_per_page=self.layout.tokens_per_page,
+            counters=self.counters,
+        )
+
+    def _require_empty(self, handle: RequestHandle) -> None:
+        if self.pages_held(handle):
+            raise PageStateError(
+                f"row {handle.row} holds {self.pages_held(handle)} pages: only a new request can share"
+            )
 
     def pages_held(self, handle: RequestHandle) -> int:
         """Pages a request holds."""
@@ -185,18 +293,21 @@ class ControlPlane:
             request with another slice.
           RequestTooLarge: a slice reaches beyond the context.
         """
-        slices = tuple(slices)
-        rows, start, num_new = self._step_arrays(slices)
-        needed = pages_for_tokens(start + num_new, self.layout.tokens_per_page)
+        batch = StepBatch.of(slices)
+        length = self._check_step(batch)
+        needed = pages_for_tokens(length, self.layout.tokens_per_page)
+        if needed.sum() > self.max_step_references:
+            return None
+        rows = batch.rows
         added = np.maximum(needed - self.page_map.counts[rows], 0)
-        pages = self.allocator.allocate(int(added.sum()))
+        pages = self.sharing.allocate(int(added.sum()))
         if pages is None:
             return None
         self.page_map.extend_rows(rows, added, pages)
+        self._note_unscrubbed(pages)
         self._serial += 1
-        dirty = self.allocator.dirty_among(self.page_map.first_pages(rows, needed))
-        reservation = Reservation(slices, dirty, self._serial)
-        self._current = _Current(reservation, rows, added)
+        reservation = Reservation(batch, self._dirty_held(), self.sharing.pending_copies, self._serial)
+        self._current = _Current(reservation, added)
         return reservation
 
     def confirm_scrubbed(self, reservation: Reservation) -> ScrubbedReservation:
@@ -209,6 +320,7 @@ class ControlPlane:
         if current.scrubbed is not None:
             raise PageStateError(f"reservation {reservation.serial} was confirmed already")
         self.allocator.confirm_scrubbed(reservation.dirty_pages)
+        self.sharing.copied(reservation.copies)
         current.scrubbed = ScrubbedReservation(reservation.slices, reservation.serial)
         return current.scrubbed
 
@@ -229,27 +341,30 @@ class ControlPlane:
             raise PageStateError(f"reservation {scrubbed.serial} was never confirmed as scrubbed")
         if current.plan is not None:
             raise PageStateError(f"reservation {scrubbed.serial} was planned already")
-        rows, start, num_new = self._step_arrays(scrubbed.slices)
-        needed = pages_for_tokens(start + num_new, self.layout.tokens_per_page)
-        pages = self.page_map.first_pages(rows, needed)
-        dirty = self.allocator.dirty_among(pages)
-        if len(dirty):
-            raise PageStateError(f"pages {dirty.tolist()} still carry another request's K/V: scrub them first")
-        token_rung = self.token_ladder.rung(max(int(num_new.sum()), min_token_rung))
+        batch = scrubbed.slices
+        length = self._check_step(batch)
+        needed = pages_for_tokens(length, self.layout.tokens_per_page)
+        token_rung = self.token_ladder.rung(max(len(batch.tokens), min_token_rung))
         rows_padded = self.row_rung(token_rung)
+        capacity = self.index_capacity(rows_padded)
+        indices = self.page_map.first_pages(batch.rows, needed, capacity=capacity, fill=self.num_pages)
+        if len(self._dirty_held()):
+            dirty = self.allocator.dirty_among(indices[: int(needed.sum())])
+            if len(dirty):
+                raise PageStateError(f"pages {dirty.tolist()} still carry another request's K/V: scrub them first")
         table = pack_page_arrays(
-            start=start,
-            num_new=num_new,
-            first_page_offset=np.zeros_like(start),
+            start=batch.start,
+            num_new=batch.num_tokens,
+            first_page_offset=np.zeros_like(batch.start),
             pages_per_row=needed,
-            pages=pages,
+            kv_indices=indices,
             num_pages=self.num_pages,
             tokens_per_page=self.layout.tokens_per_page,
             token_rung=token_rung,
             row_rung=rows_padded,
-            index_capacity=self.index_capacity(rows_padded),
+            index_capacity=capacity,
         )
-        current.plan = StepPlan(scrubbed.slices, table, token_rung, rows_padded)
+        current.plan = StepPlan(batch, table, token_rung, rows_padded)
         return current.plan
 
     def commit(self, plan: StepPlan) -> None:
@@ -262,8 +377,7 @@ class ControlPlane:
         current = self._current
         if current is None or current.plan is not plan:
             raise PageStateError("this plan was committed already, or a later reservation superseded it")
-        rows, start, num_new = self._step_arrays(plan.slices)
-        self._written[rows] = start + num_new
+        self._written[plan.slices.rows] = self._check_step(plan.slices)
         self._current = None
 
     def cancel(self, reservation: Reservation) -> Int32:
@@ -280,7 +394,7 @@ class ControlPlane:
             raise PageStateError(f"reservation {reservation.serial} was planned already: release its requests instead")
         dropped = [np.zeros(0, np.int32)]
         for i in np.flatnonzero(current.num_added):
-            handle = reservation.slices[i].handle
+            handle = reservation.slices.handle(int(i))
             if self.page_map.is_live(handle):  # a request released meanwhile has given everything back
                 keep = self.page_map.num_pages(handle) - int(current.num_added[i])
                 dropped.append(self.page_map.truncate(handle, keep))
@@ -294,21 +408,37 @@ class ControlPlane:
             )
         return self._current
 
-    def _step_arrays(self, slices: tuple[RequestSlice, ...]) -> tuple[Int64, Int64, Int64]:
-        """Rows, starts and lengths of a step, int64 ``[num_reqs]`` each, checked against what is written."""
-        rows = self.page_map.rows_of([piece.handle for piece in slices])
-        start = np.array([piece.start for piece in slices], np.int64)
-        num_new = np.array([len(piece.tokens) for piece in slices], np.int64)
-        if len(np.unique(rows)) < len(rows):
+    def _note_unscrubbed(self, pages: Int32) -> None:
+        """Remember those of newly held pages that carry old K/V."""
+        dirty = self.allocator.dirty_among(pages)
+        if len(dirty):
+            self._unscrubbed = np.concatenate([self._unscrubbed, dirty])
+
+    def _dirty_held(self) -> Int32:
+        """int32, pages that somebody holds and nobody has scrubbed yet: never more than were handed out lately."""
+        if not len(self._unscrubbed):
+            return self._unscrubbed
+        noted, first = np.unique(self._unscrubbed, return_index=True)
+        noted = noted[np.argsort(first)]
+        self._unscrubbed = noted[self.allocator.dirty[noted] & (self.allocator.references[noted] > 0)]
+        return self._unscrubbed
+
+    def _check_step(self, batch: StepBatch) -> Int64:
+        """int64 ``[num_reqs]``, each request's tokens once the step has run, checked against what is written."""
+        rows, start, num_new = batch.rows, batch.start, batch.num_tokens
+        self.page_map.require_live(rows, batch.epochs)
+        if len(rows) and np.bincount(rows).max() > 1:
             raise PageStateError(f"two slices of one step share a request: rows {rows.tolist()}")
         if (num_new < 1).any():
             raise PageStateError(f"row {rows[(num_new < 1).argmax()]}: a slice without tokens")
-        if (start != self._written[rows]).any():
-            i = int((start != self._written[rows]).argmax())
+        wrong = start != self._written[rows]
+        if wrong.any():
+            i = int(wrong.argmax())
             raise PageStateError(
                 f"row {rows[i]}: the slice starts at position {start[i]}, "
                 f"but {self._written[rows[i]]} tokens are written"
             )
-        if len(slices) and int((start + num_new).max()) > self.max_model_len:
-            self.check_fits(int((start + num_new).max()))
-        return rows, start, num_new
+        length = start + num_new
+        if len(rows) and int(length.max()) > self.max_model_len:
+            self.check_fits(int(length.max()))
+        return length

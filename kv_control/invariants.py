@@ -7,6 +7,8 @@ May import: the standard library, numpy, kv_common.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,7 +32,9 @@ def check_invariants(
       rows without a request hold none.
     - Tokens written fit the pages held; rows without a request have none written.
     - With ``scheduler``: running requests' handles are live and agree on what is written; waiting ones hold
-      nothing; all that run arrived before all that wait.
+      nothing; they wait in order of arrival.
+    - Free, held, retained (named by the prefix index) pages are the pool; evictable + protected are the retained.
+      The index is a tree with locks that never grow downwards; every lock is a row's, on a chain it has written.
     - With ``plan``: no page of the step is dirty.
 
     Raises:
@@ -38,6 +42,7 @@ def check_invariants(
     """
     _check_pool(control)
     _check_rows(control)
+    _check_sharing(control)
     if scheduler is not None:
         _check_requests(control, scheduler)
     if plan is not None:
@@ -57,6 +62,9 @@ def _check_pool(control: ControlPlane) -> None:
     table = page_map.table
     inside = (table >= 0) & (table < control.num_pages)
     holders = np.bincount(table[inside], minlength=control.num_pages)
+    holders += np.bincount(control.sharing.pending_copies[0], minlength=control.num_pages)
+    if control.prefix_index is not None:
+        holders += np.bincount(control.prefix_index.pages, minlength=control.num_pages)
     wrong = np.flatnonzero(holders != allocator.references)
     _require_none(wrong, "pages have other holders than the allocator counts")
 
@@ -94,9 +102,39 @@ def _check_requests(control: ControlPlane, scheduler: Scheduler) -> None:
     for request in waiting:
         if request.status is not RequestStatus.WAITING or request.handle is not None or request.num_computed:
             raise InvariantError(f"request {request.id} waits and still holds {request.handle}")
-    arrivals = [request.arrival for request in (*running, *waiting)]
+    arrivals = [request.arrival for request in waiting]
     if arrivals != sorted(set(arrivals)):
-        raise InvariantError(f"requests are not in order of arrival: {arrivals}")
+        raise InvariantError(f"waiting requests are not in order of arrival: {arrivals}")
+
+
+def _check_sharing(control: ControlPlane) -> None:
+    """The laws of the prefix index, and of each row's hold on it."""
+    index, page_map = control.prefix_index, control.page_map
+    metrics = control.metrics()
+    if metrics.num_leaked_pages:
+        raise InvariantError(f"{metrics.num_leaked_pages} pages are neither free, held nor retained")
+    if index is None:
+        return
+    index.check()
+    if index.num_locked + index.num_evictable != metrics.num_retained_pages:
+        raise InvariantError(
+            f"{index.num_locked} protected + {index.num_evictable} evictable pages are not the "
+            f"{metrics.num_retained_pages} retained ones"
+        )
+    live = set(page_map.live_rows.tolist())
+    locks: Counter[int] = Counter()
+    for row in range(control.max_num_seqs):
+        path = control.sharing.path(row)
+        if path and row not in live:
+            raise InvariantError(f"row {row} has no request and still locks {len(path)} cached pages")
+        if len(path) > control.written[row] // control.layout.tokens_per_page:
+            raise InvariantError(f"row {row} published or adopted {len(path)} pages, which are not all written")
+        if any(node.parent is not above for node, above in zip(path, [None, *path], strict=False)):
+            raise InvariantError(f"row {row} locks pages that are no chain")
+        locks.update(id(node) for node in path)
+    wrong = [node.page for node in index.nodes() if node.num_locks != locks[id(node)]]
+    if wrong:
+        raise InvariantError(f"cached pages {wrong} have other locks than rows that read them")
 
 
 def _require_none(found: NDArray[np.integer], law: str) -> None:

@@ -8,6 +8,7 @@ May import: the standard library, numpy, kv_common.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +21,27 @@ NO_PAGE = -1
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """The last list that ``first_pages`` made, and what it was made for."""
+
+    rows: Int64
+    versions: Int64
+    num_wanted: Int64
+    pages: Int32
+    fill: int
+
+    def serves(self, rows: Int64, versions: Int64, num_wanted: Int64, size: int, fill: int) -> bool:
+        """Whether the same rows still begin with these pages, and a list of ``size`` is wanted again."""
+        return bool(
+            len(rows) == len(self.rows)
+            and (size, fill) == (len(self.pages), self.fill)
+            and (rows == self.rows).all()
+            and (versions == self.versions).all()
+            and (num_wanted >= self.num_wanted).all()
+        )
 
 
 class PageMap:
@@ -40,7 +62,7 @@ class PageMap:
     kv_common.errors.StaleHandleError: row 0, epoch 1: this request has been released
     """
 
-    __slots__ = ("_block_epoch", "_counts", "_epochs", "_free_rows", "_table")
+    __slots__ = ("_block_epoch", "_counts", "_epochs", "_free_rows", "_packed", "_table", "_versions")
 
     def __init__(self, max_num_seqs: int, max_pages_per_request: int) -> None:
         if max_num_seqs < 1 or max_pages_per_request < 1:
@@ -50,8 +72,10 @@ class PageMap:
         self._table = np.full((max_num_seqs, max_pages_per_request), NO_PAGE, np.int32)
         self._counts = np.zeros(max_num_seqs, np.int64)
         self._epochs = np.zeros(max_num_seqs, np.int64)  # odd while the row is held
+        self._versions = np.zeros(max_num_seqs, np.int64)  # moves when pages that a row had leave it
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._block_epoch = 0
+        self._packed: _Packed | None = None
 
     @property
     def block_epoch(self) -> int:
@@ -82,8 +106,10 @@ class PageMap:
 
     @property
     def counts(self) -> Int64:
-        """int64 ``[max_num_seqs]``, pages held by each row."""
-        return self._counts.copy()
+        """int64 ``[max_num_seqs]``, pages held by each row; a read-only view."""
+        view = self._counts.view()
+        view.flags.writeable = False
+        return view
 
     def acquire(self) -> RequestHandle | None:
         """A row without pages, or None when all are held."""
@@ -126,6 +152,7 @@ class PageMap:
         dropped = self._table[row, num_pages:count].copy()
         self._table[row, num_pages:count] = NO_PAGE
         self._counts[row] = min(count, num_pages)
+        self._versions[row] += 1
         self._block_epoch += 1
         return dropped
 
@@ -136,12 +163,20 @@ class PageMap:
           StaleHandleError: one of them has been released; it is named.
         """
         rows = np.array([handle.row for handle in handles], np.int64)
-        epochs = np.array([handle.epoch for handle in handles], np.int64)
+        self.require_live(rows, np.array([handle.epoch for handle in handles], np.int64))
+        return rows
+
+    def require_live(self, rows: Int64, epochs: Int64) -> None:
+        """Check handles given as arrays, int64 ``[n]`` each.
+
+        Raises:
+          StaleHandleError: one of them has been released; it is named.
+        """
         known = (rows >= 0) & (rows < len(self._epochs))
         stale = ~known | (self._epochs[np.where(known, rows, 0)] != epochs)
         if stale.any():
-            raise _stale(handles[int(stale.argmax())])
-        return rows
+            i = int(stale.argmax())
+            raise _stale(RequestHandle(int(rows[i]), int(epochs[i])))
 
     def extend_rows(self, rows: Int64, num_added: Int64, pages: Int32) -> None:
         """Add ``num_added[i]`` of ``pages`` to each of the distinct ``rows``, in order.
@@ -155,13 +190,23 @@ class PageMap:
             raise PageStateError(
                 f"row {rows[i]} would hold {counts[i]} pages, a request holds at most {self._table.shape[1]}"
             )
+        if not len(pages):
+            return
         self._table[_entries(rows, self._counts[rows], num_added)] = pages
         self._counts[rows] = counts
-        if len(pages):
-            self._block_epoch += 1
+        self._block_epoch += 1
 
-    def first_pages(self, rows: Int64, num_wanted: Int64) -> Int32:
-        """int32 ``[sum(num_wanted)]``, the first ``num_wanted[i]`` pages of each row, row after row.
+    def first_pages(self, rows: Int64, num_wanted: Int64, *, capacity: int = 0, fill: int = NO_PAGE) -> Int32:
+        """The first ``num_wanted[i]`` pages of each row, row after row.
+
+        While the same rows are asked for and only grow, the last answer is cut where they grew and copied piece by
+        piece: a decode step costs its new pages and one copy of the list, not a look at every page.
+
+        Args:
+          capacity: length of the result; what lies behind the pages is ``fill``. 0: exactly the pages.
+
+        Returns:
+          int32 ``[max(capacity, sum(num_wanted))]``, not to be written to.
 
         Raises:
           PageStateError: a row holds fewer; what lies behind them is no page.
@@ -170,7 +215,33 @@ class PageMap:
         if short.any():
             i = int(short.argmax())
             raise PageStateError(f"row {rows[i]} holds {self._counts[rows[i]]} pages, {num_wanted[i]} are needed")
-        return self._table[_entries(rows, np.zeros_like(rows), num_wanted)]
+        total = int(num_wanted.sum())
+        size = max(capacity, total)
+        last = self._packed
+        if last is not None and last.serves(rows, self._versions[rows], num_wanted, size, fill):
+            grown = np.flatnonzero(num_wanted > last.num_wanted)
+            if not len(grown):
+                return last.pages
+            parts: list[Int32] = []
+            begin = 0
+            ends = np.cumsum(last.num_wanted)[grown]
+            before, after = last.num_wanted[grown], num_wanted[grown]
+            for row, end, old, new in zip(
+                rows[grown].tolist(), ends.tolist(), before.tolist(), after.tolist(), strict=True
+            ):
+                parts += (last.pages[begin:end], self._table[row, old:new])
+                begin = end
+            parts.append(last.pages[begin : total - int((after - before).sum())])
+        else:
+            table = self._table
+            parts = [table[row, :n] for row, n in zip(rows.tolist(), num_wanted.tolist(), strict=True)]
+        pages = np.empty(size, np.int32)
+        if parts:
+            np.concatenate(parts, out=pages[:total])
+        pages[total:] = fill
+        pages.flags.writeable = False
+        self._packed = _Packed(rows.copy(), self._versions[rows], num_wanted.copy(), pages, fill)
+        return pages
 
     def _row(self, handle: RequestHandle) -> int:
         if not self.is_live(handle):

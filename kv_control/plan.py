@@ -8,16 +8,19 @@ May import: the standard library, numpy, kv_common.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import NewType
+from typing import NewType, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import RequestError
 from kv_common.page_table import KvPageTableV1
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 
 RequestId = NewType("RequestId", int)
 """Internal, unique per driver; a caller's own id is data on the request."""
@@ -108,47 +111,216 @@ class RequestSlice:
         return len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingColumns:
+    """``SamplingSpec`` of several rows, one array per field.
+
+    Attributes:
+      temperature, top_p, min_p: float32 ``[n]``. top_k, sample_index: int32 ``[n]``. seed: uint32 ``[n]``.
+    """
+
+    temperature: NDArray[np.float32]
+    top_k: Int32
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seed: NDArray[np.uint32]
+    sample_index: Int32
+
+    @classmethod
+    def greedy(cls, n: int) -> SamplingColumns:
+        """``n`` rows of the defaults."""
+        return cls.of([GREEDY]).take(np.zeros(n, np.int64))
+
+    @classmethod
+    def of(cls, specs: Sequence[SamplingSpec]) -> SamplingColumns:
+        """The columns of ``specs``."""
+        return cls(
+            temperature=np.array([spec.temperature for spec in specs], np.float32),
+            top_k=np.array([spec.top_k for spec in specs], np.int32),
+            top_p=np.array([spec.top_p for spec in specs], np.float32),
+            min_p=np.array([spec.min_p for spec in specs], np.float32),
+            seed=np.array([spec.seed for spec in specs], np.uint32),
+            sample_index=np.array([spec.sample_index for spec in specs], np.int32),
+        )
+
+    def take(self, rows: Int64) -> SamplingColumns:
+        """The columns at ``rows``, copied."""
+        return SamplingColumns(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.seed[rows],
+            self.sample_index[rows],
+        )
+
+    def put(self, row: int, spec: SamplingSpec) -> None:
+        """Overwrite one row."""
+        for column in fields(self):
+            getattr(self, column.name)[row] = getattr(spec, column.name)
+
+    def spec(self, row: int) -> SamplingSpec:
+        """One row as a value (as float32 holds its numbers)."""
+        return SamplingSpec(**{column.name: getattr(self, column.name)[row].item() for column in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch(Sequence[RequestSlice]):
+    """The slices of one step as arrays: what the loop builds, plans and accounts for without looking at each.
+
+    As a sequence it gives ``RequestSlice`` values, made when asked for.
+
+    Attributes:
+      rows, epochs: int64 ``[n]``, the requests' handles.
+      start: int64 ``[n]``, position of each request's first fed token.
+      num_tokens: int64 ``[n]``, tokens each request runs.
+      tokens: int32 ``[sum(num_tokens)]``, request after request; an entry of ``previous_sample`` replaces its own.
+      samples: bool ``[n]``, whether a token is chosen behind the last fed one.
+      sampling: how, per request (rows that do not sample hold anything).
+      previous_sample: int32 ``[n]``, see ``RequestSlice.previous_sample``; -1 for none.
+      targets: int32 ``[sum(num_tokens)]``, see ``RequestSlice.targets``; None where nobody wants any.
+    """
+
+    rows: Int64
+    epochs: Int64
+    start: Int64
+    num_tokens: Int64
+    tokens: Int32
+    samples: NDArray[np.bool_]
+    sampling: SamplingColumns
+    previous_sample: Int32
+    targets: Int32 | None = None
+
+    @classmethod
+    def of(cls, slices: Iterable[RequestSlice]) -> StepBatch:
+        """The arrays of ``slices``; a batch is returned as it is."""
+        if isinstance(slices, StepBatch):
+            return slices
+        pieces = tuple(slices)
+        previous = [-1 if piece.previous_sample is None else piece.previous_sample for piece in pieces]
+        targets = [np.full(len(p.tokens), -1, np.int32) if p.targets is None else p.targets for p in pieces]
+        nothing = np.zeros(0, np.int32)
+        return cls(
+            rows=np.array([piece.handle.row for piece in pieces], np.int64),
+            epochs=np.array([piece.handle.epoch for piece in pieces], np.int64),
+            start=np.array([piece.start for piece in pieces], np.int64),
+            num_tokens=np.array([len(piece.tokens) for piece in pieces], np.int64),
+            tokens=np.concatenate([nothing, *(piece.tokens for piece in pieces)]).astype(np.int32),
+            samples=np.array([piece.sample is not None for piece in pieces], np.bool_),
+            sampling=SamplingColumns.of([piece.sample or GREEDY for piece in pieces]),
+            previous_sample=np.array(previous, np.int32),
+            targets=np.concatenate(targets).astype(np.int32) if any(p.targets is not None for p in pieces) else None,
+        )
+
+    @property
+    def ends(self) -> Int64:
+        """int64 ``[n]``, where each request's tokens end in ``tokens``."""
+        return np.cumsum(self.num_tokens)
+
+    def handle(self, i: int) -> RequestHandle:
+        """Whose slice ``i`` is."""
+        return RequestHandle(int(self.rows[i]), int(self.epochs[i]))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> RequestSlice: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RequestSlice, ...]: ...
+    def __getitem__(self, index: int | slice) -> RequestSlice | tuple[RequestSlice, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        i = range(len(self))[index]
+        end = int(self.num_tokens[: i + 1].sum())
+        fed = slice(end - int(self.num_tokens[i]), end)
+        targets = None if self.targets is None else self.targets[fed]
+        return RequestSlice(
+            handle=self.handle(i),
+            start=int(self.start[i]),
+            tokens=self.tokens[fed],
+            previous_sample=None if self.previous_sample[i] < 0 else int(self.previous_sample[i]),
+            sample=self.sampling.spec(i) if self.samples[i] else None,
+            targets=targets if targets is not None and (targets >= 0).any() else None,
+        )
+
+    def __iter__(self) -> Iterator[RequestSlice]:
+        return (self[i] for i in range(len(self)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResults:
+    """What a step brought, beside the batch that ran (never beside later state).
+
+    Attributes:
+      tokens: int32 ``[n]``, the token chosen for each slice; means nothing where it did not sample.
+      logprobs: float32 ``[n]``, of those tokens under the unmodified model distribution.
+      ok: bool ``[n]``, False where a slice's logits were not finite.
+      target_logprobs: float32 ``[sum(num_tokens)]`` beside ``batch.targets``, NaN where none was wanted; None where
+        the batch has no targets.
+    """
+
+    tokens: Int32
+    logprobs: NDArray[np.float32]
+    ok: NDArray[np.bool_]
+    target_logprobs: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Scheduled:
     """A scheduling decision: how many tokens each request runs now, decodes first.
 
     Attributes:
-      num_tokens: request id to tokens, in batch order. Prefill, chunked prefill and decode are values
-        of this one number.
+      ids: int64 ``[n]``, the requests, in batch order. rows, epochs: int64 ``[n]``, their handles.
+      counts: int64 ``[n]``, tokens each runs. Prefill, chunked prefill and decode are values of this one number.
     """
 
-    num_tokens: Mapping[RequestId, int] = field(default_factory=lambda: MappingProxyType({}))
+    ids: Int64
+    rows: Int64
+    epochs: Int64
+    counts: Int64
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_tokens(self) -> Mapping[RequestId, int]:
+        """Request id to tokens, in batch order."""
+        pairs = zip(self.ids.tolist(), self.counts.tolist(), strict=True)
+        return MappingProxyType({RequestId(request_id): count for request_id, count in pairs})
 
     @property
     def total_tokens(self) -> int:
         """Tokens of the whole step."""
-        return sum(self.num_tokens.values())
+        return int(self.counts.sum())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Reservation:
     """Pages for a step's slices are held; some of them may still carry another request's K/V.
 
     Attributes:
       slices: the step, in batch order.
       dirty_pages: int32, pages of this reservation that must be scrubbed before they are used.
+      copies: int32 ``[2, n]``, pages to copy whole, from the first row to the second, after the scrub.
       serial: which reservation this is; each is confirmed and planned at most once.
     """
 
-    slices: tuple[RequestSlice, ...]
-    dirty_pages: NDArray[np.int32]
+    slices: StepBatch
+    dirty_pages: Int32
+    copies: Int32
     serial: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScrubbedReservation:
     """A reservation whose dirty pages were overwritten; made only by ``ControlPlane.confirm_scrubbed``."""
 
-    slices: tuple[RequestSlice, ...]
+    slices: StepBatch
     serial: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """A step that is ready to run.
 
@@ -159,7 +331,7 @@ class StepPlan:
       row_rung: request rows ``R``, a function of the token rung.
     """
 
-    slices: tuple[RequestSlice, ...]
+    slices: StepBatch
     table: KvPageTableV1
     token_rung: int
     row_rung: int

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kv_common.errors import InvariantError, RequestError
 from kv_control.plan import GREEDY, RequestHandle, RequestId, SamplingSpec
+from kv_control.request_table import NOBODY, RequestTable
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -28,44 +29,13 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
-class GrowingArray[Scalar: np.generic]:
-    """A one-dimensional array that appends in amortised constant time and never changes what it holds.
-
-    >>> array = GrowingArray(np.array([3, 4], np.int32))
-    >>> before = array.view
-    >>> array.append(5)
-    >>> array.view.tolist(), before.tolist()
-    ([3, 4, 5], [3, 4])
-    """
-
-    __slots__ = ("_buffer", "_size")
-
-    def __init__(self, initial: NDArray[Scalar]) -> None:
-        self._buffer = initial  # full, so the first append moves on to a buffer of our own
-        self._size = len(initial)
-
-    def __len__(self) -> int:
-        return self._size
-
-    @property
-    def view(self) -> NDArray[Scalar]:
-        """What was appended so far, not copied; a later append leaves this view as it is."""
-        return self._buffer[: self._size]
-
-    def append(self, value: float) -> None:
-        """Add one value at the end."""
-        if self._size == len(self._buffer):
-            grown = np.empty(max(16, 2 * self._size), self._buffer.dtype)
-            grown[: self._size] = self._buffer
-            self._buffer = grown
-        self._buffer[self._size] = value
-        self._size += 1
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt and what has become of it. Generated tokens join ``tokens``, so nothing that counts
     them (``min_tokens``, ``max_tokens``, positions) starts again after a preemption.
+
+    While it runs, its tokens and counts live in the scheduler's ``RequestTable``, where a step changes those of
+    all requests at once; ``enter`` and ``leave`` move them.
 
     Attributes:
       id: internal id, unique per driver.
@@ -78,21 +48,23 @@ class Request:
       min_tokens: generated tokens before a stop token may end it: the first that can is number
         ``min_tokens + 1``.
       want_prompt_logprobs: fill ``prompt_logprobs``.
+      group: requests of one group have equal prompts and different ``sampling.sample_index``: the first to run
+        computes the prompt, the others share its pages.
+      waited_for_prefix: it waited while another request computed the beginning of its prompt.
+      num_admissions: times it was let in.
+      page_keys, keys_namespace: the prefix index's names of its whole pages, as far as they were needed.
       prompt_logprobs: float32 ``[num_prompt_tokens]``, logprob of each prompt token given those before
         it; NaN where not (yet) known, and always at position 0.
-      num_computed: tokens whose K/V is written or in flight; the next step starts there.
       status, handle: its state, and its row while RUNNING.
       finish_reason, error: why it ended, and the text where that is "error".
       num_preemptions: times it was sent back.
+      num_cached_tokens: prompt tokens whose K/V it found in the prefix cache when it was first let in.
+      num_shared_tokens: prompt tokens whose K/V it took over from its group then.
       arrival: place in the order of submission; -1 before.
 
-    >>> request = Request(RequestId(1), np.array([5, 6, 7]), max_tokens=2, stop_token_ids=frozenset({9}))
-    >>> request.append(8, -0.5)
-    >>> request.tokens.tolist(), request.num_generated, request.ended()
-    ([5, 6, 7, 8], 1, None)
-    >>> request.append(9, -0.25)
-    >>> request.ended(), request.logprobs.tolist()
-    ('stop', [-0.5, -0.25])
+    >>> request = Request(RequestId(1), np.array([5, 6, 7]), max_tokens=2)
+    >>> request.num_tokens, request.max_kv_tokens, request.prompt_targets(0, 3)
+    (3, 4, None)
 
     Raises:
       RequestError: the prompt is not one-dimensional integers, or a count is negative.
@@ -106,17 +78,25 @@ class Request:
     ignore_eos: bool = False
     min_tokens: int = 0
     want_prompt_logprobs: bool = False
-    num_computed: int = field(default=0, init=False)
+    group: int | None = None
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     handle: RequestHandle | None = field(default=None, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     error: str | None = field(default=None, init=False)
     num_preemptions: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)
+    num_shared_tokens: int = field(default=0, init=False)
     arrival: int = field(default=-1, init=False)
     prompt_logprobs: NDArray[np.float32] = field(init=False)
+    waited_for_prefix: bool = field(default=False, init=False, repr=False)
+    page_keys: list[bytes] = field(default_factory=list, init=False, repr=False)
+    keys_namespace: bytes | None = field(default=None, init=False, repr=False)
+    num_admissions: int = field(default=0, init=False, repr=False)
+    _num_seen: int = field(default=0, init=False, repr=False)
     _num_prompt_logprobs: int = field(default=1, init=False)
-    _tokens: GrowingArray[np.int32] = field(init=False)
-    _logprobs: GrowingArray[np.float32] = field(init=False)
+    _tokens: NDArray[np.int32] = field(init=False, repr=False)
+    _logprobs: NDArray[np.float32] = field(init=False, repr=False)
+    _table: RequestTable | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         prompt = np.asarray(self.prompt)
@@ -129,23 +109,39 @@ class Request:
                 raise RequestError(f"{name}={getattr(self, name)}: must be at least 0")
         self.prompt = prompt.astype(np.int32)
         self.prompt_logprobs = np.full(len(prompt), np.nan, np.float32)
-        self._tokens = GrowingArray(self.prompt)
-        self._logprobs = GrowingArray(np.zeros(0, np.float32))
+        self._tokens = self.prompt
+        self._logprobs = np.zeros(0, np.float32)
+
+    # --- tokens and counts, wherever they are ----------------------------------------------------------
+
+    @property
+    def _row(self) -> int:
+        assert self.handle is not None  # a request is in a table exactly while it has a row
+        return self.handle.row
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """int32 ``[num_tokens]``, prompt and generated tokens; a view that later tokens leave as it is."""
-        return self._tokens.view
+        """int32 ``[num_tokens]``, prompt and generated tokens; later tokens leave it as it is."""
+        if self._table is None:
+            return self._tokens
+        return self._table.tokens[self._row, : self.num_tokens].copy()  # the row will be another request's
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
         """float32 ``[num_generated]``, logprob of each generated token."""
-        return self._logprobs.view
+        if self._table is None:
+            return self._logprobs
+        return self._table.logprobs[self._row, len(self.prompt) : self.num_tokens].copy()
 
     @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens."""
-        return len(self._tokens)
+        return len(self._tokens) if self._table is None else int(self._table.num_tokens[self._row])
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose K/V is written or in flight; the next step starts there."""
+        return 0 if self._table is None else int(self._table.num_computed[self._row])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -155,12 +151,51 @@ class Request:
     @property
     def num_generated(self) -> int:
         """Tokens generated so far, before and after any preemption."""
-        return len(self._logprobs)
+        return self.num_tokens - len(self.prompt)
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens still to be fed; 1 is a decode, more is a prefill."""
-        return len(self._tokens) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    def token_at(self, position: int) -> int:
+        """One token, without copying the others."""
+        return int(self._tokens[position] if self._table is None else self._table.tokens[self._row, position])
+
+    def logprob_at(self, position: int) -> float:
+        """The logprob of the generated token at a position, without copying the others."""
+        if self._table is None:
+            return float(self._logprobs[position - len(self.prompt)])
+        return float(self._table.logprobs[self._row, position])
+
+    def enter(self, table: RequestTable, handle: RequestHandle, num_computed: int) -> None:
+        """Start to run: tokens and counts move to the handle's row of ``table``."""
+        row, num_prompt, num_tokens = handle.row, len(self.prompt), len(self._tokens)
+        table.ids[row], table.epochs[row] = self.id, handle.epoch
+        table.num_tokens[row], table.num_computed[row], table.num_prompt[row] = num_tokens, num_computed, num_prompt
+        table.end_at[row] = num_prompt + self.max_tokens
+        never = np.iinfo(np.int64).max
+        stops = bool(self.stop_token_ids) and not self.ignore_eos
+        table.may_stop_at[row] = num_prompt + self.min_tokens + 1 if stops else never
+        table.max_kv_tokens[row] = self.max_kv_tokens
+        table.wants_targets[row] = self.want_prompt_logprobs and self._num_prompt_logprobs < num_prompt
+        table.num_published[row] = 0
+        table.num_seen[row] = self._num_seen
+        table.sampling.put(row, self.sampling)
+        table.tokens[row, :num_tokens] = self._tokens
+        table.logprobs[row, num_prompt:num_tokens] = self._logprobs
+        self._table, self.handle, self.status = table, handle, RequestStatus.RUNNING
+
+    def leave(self) -> RequestHandle | None:
+        """Stop running: tokens move back here, what was computed is given up. Returns the handle it held."""
+        if self._table is None:
+            return None
+        self._tokens, self._logprobs, self._num_seen = self.tokens, self.logprobs, int(self._table.num_seen[self._row])
+        handle, self.handle = self.handle, None
+        assert handle is not None
+        self._table.ids[handle.row] = NOBODY
+        self._table = None
+        return handle
 
     @property
     def max_kv_tokens(self) -> int:
@@ -172,19 +207,27 @@ class Request:
         """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
 
-    def append(self, token: int, logprob: float) -> None:
-        """Take a newly sampled token."""
-        self._tokens.append(token)
-        self._logprobs.append(logprob)
-
     def ended(self) -> FinishReason | None:
         """Whether its tokens say that it is done, and why."""
         generated = self.num_generated
-        if generated > self.min_tokens and not self.ignore_eos and int(self._tokens.view[-1]) in self.stop_token_ids:
+        may_stop = generated > self.min_tokens and not self.ignore_eos
+        if may_stop and self.token_at(self.num_tokens - 1) in self.stop_token_ids:
             return "stop"
         if generated >= self.max_tokens and (generated or self.num_uncomputed == 0):
             return "length"  # a request that only scores has no token to end with: its prompt must be through
         return None
+
+    @property
+    def num_known_prompt_logprobs(self) -> int:
+        """Leading prompt positions whose logprob is known (position 0 has none and counts)."""
+        return self._num_prompt_logprobs
+
+    def take_prompt_logprobs(self, values: NDArray[np.float32]) -> None:
+        """Take the logprobs of prompt positions ``0 .. len(values) - 1`` from whoever computed them before."""
+        first, last = self._num_prompt_logprobs, min(len(values), len(self.prompt))
+        if last > first:
+            self.prompt_logprobs[first:last] = values[first:last]
+            self._num_prompt_logprobs = last
 
     def prompt_targets(self, start: int, num_tokens: int) -> NDArray[np.int32] | None:
         """For each token fed from ``start`` on: the prompt token behind it, if its logprob is still wanted.
@@ -221,3 +264,5 @@ class Request:
             )
         self.prompt_logprobs[positions] = np.asarray(values)[wanted]
         self._num_prompt_logprobs = last + 1
+        if self._table is not None:
+            self._table.wants_targets[self._row] = last + 1 < len(self.prompt)

@@ -9,29 +9,34 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from types import MappingProxyType
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import ConfigError, InvariantError, RequestError, RequestTooLarge, SchedulerStalled
+from kv_control.admission import Admission, Shared
 from kv_control.control_plane import ControlPlane
-from kv_control.plan import RequestHandle, RequestId, RequestSlice, Scheduled
+from kv_control.plan import Int64, RequestHandle, RequestId, RequestSlice, Scheduled, StepBatch, StepResults
 from kv_control.request import FinishReason, Request, RequestStatus
+from kv_control.request_table import RequestTable
 
 MAX_IDLE_SCHEDULES = 3
 """Empty decisions in a row, with work, after which the wait is taken to be endless."""
+
+NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity)"
+"""Why a request fails whose results are not ``ok``."""
 
 
 def max_steps(requests: Iterable[Request]) -> int:
     """Most steps a run over ``requests`` takes, at any pool size at which each of them fits alone.
 
-    In every step the oldest unfinished request computes at least one token. It is never preempted
-    (the newest is), so whatever it holds it keeps; decodes leave it a token of the budget, because the
-    budget is at least ``max_num_seqs`` and it takes one of those rows; among prefills it comes first; and
-    with all others sent back the pool holds it. A request computes at most ``prompt + max_tokens - 1``
-    tokens after its last preemption, one more when a step runs ahead of its last token. So the steps in
-    which it is the oldest are at most ``prompt + max_tokens``, and every step has an oldest request.
+    In every step the request that was let in first of all that run computes at least one token. It is never
+    preempted (the one let in last is), so whatever it holds it keeps; decodes leave it a token of the budget,
+    because the budget is at least ``max_num_seqs`` and it takes one of those rows; among prefills it comes first;
+    and with all others sent back the pool holds it. It stays the first until it ends, and computes at most
+    ``prompt + max_tokens - 1`` tokens, one more when a step runs ahead of its last token. So the steps in which a
+    request is the first are at most ``prompt + max_tokens``, and every step has a first one.
 
     >>> max_steps([Request(RequestId(0), np.array([1, 2, 3]), max_tokens=4)])
     7
@@ -40,10 +45,11 @@ def max_steps(requests: Iterable[Request]) -> int:
 
 
 class Scheduler:
-    """Requests in order of arrival: the running ones are always older than the waiting ones.
+    """Requests in order of arrival, served in that order.
 
-    Each step: first one token for every request that decodes, then the prompts being computed, then
-    waiting requests from the front, until the budget is spent. Nobody overtakes the front.
+    Each step: first one token for every request that decodes, then the prompts being computed, then waiting requests
+    from the front, until the budget is spent. Nobody overtakes the front, except while it waits for a request that
+    is just computing the beginning of its own prompt.
 
     Args:
       control: rows and pages.
@@ -87,10 +93,13 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.prefill_chunk_tokens = prefill_chunk_tokens or max_num_batched_tokens
-        self.num_preemptions = 0
+        self.table = RequestTable(control.max_num_seqs, max_model_len)
+        self._admission = Admission(control, self.table)
         self._release = release or control.release
         self._waiting: OrderedDict[RequestId, Request] = OrderedDict()  # in order of arrival
-        self._running: OrderedDict[RequestId, Request] = OrderedDict()  # in order of arrival, all older
+        self._running: OrderedDict[RequestId, Request] = OrderedDict()  # in the order in which they were let in
+        self._rows: Int64 | None = None  # their rows, until one enters or leaves
+        self._stop_ids: NDArray[np.int32] | None = None  # every token that stops any of them
         self._by_row: list[Request | None] = [None] * control.max_num_seqs
         self._finished: list[Request] = []
         self._num_arrivals = 0
@@ -114,8 +123,13 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def num_preemptions(self) -> int:
+        """Times a request was sent back."""
+        return self.control.counters.num_preemptions
+
+    @property
     def running(self) -> tuple[Request, ...]:
-        """Running requests, oldest first."""
+        """Running requests, in the order in which they were let in."""
         return tuple(self._running.values())
 
     @property
@@ -188,33 +202,76 @@ class Scheduler:
         Raises:
           SchedulerStalled: as often in a row, running requests had nothing to compute.
         """
-        budget = self.max_num_batched_tokens
-        chosen = {request.id: 1 for request in self._running.values() if request.num_uncomputed == 1}
-        budget -= len(chosen)
-        for request in self._running.values():
-            if request.num_uncomputed > 1 and budget:
-                chosen[request.id] = min(request.num_uncomputed, self.prefill_chunk_tokens, budget)
-                budget -= chosen[request.id]
-        while budget and (admitted := self._admit_front()) is not None:
-            chosen[admitted.id] = min(admitted.num_uncomputed, self.prefill_chunk_tokens, budget)
-            budget -= chosen[admitted.id]
-        self._guard_progress(chosen)
-        return Scheduled(MappingProxyType(chosen))
+        table, rows = self.table, self._running_rows()
+        left = table.num_tokens[rows] - table.num_computed[rows]
+        decodes = rows[left == 1]
+        chosen, counts = [decodes], [np.ones(len(decodes), np.int64)]
+        budget = self.max_num_batched_tokens - len(decodes)
+        behind = left > 1
+        for row, missing in zip(rows[behind].tolist(), left[behind].tolist(), strict=True):
+            if budget:
+                budget -= self._take(row, missing, budget, chosen, counts)
+        if budget and self._waiting:
+            for request in self._let_in(budget):
+                assert request.handle is not None
+                budget -= self._take(request.handle.row, request.num_uncomputed, budget, chosen, counts)
+        decided = np.concatenate(chosen)
+        self._guard_progress(len(decided) > 0)
+        return Scheduled(table.ids[decided], decided, table.epochs[decided], np.concatenate(counts))
 
-    def slices(self, scheduled: Scheduled) -> tuple[RequestSlice, ...]:
+    def _take(self, row: int, missing: int, budget: int, chosen: list[Int64], counts: list[Int64]) -> int:
+        count = min(missing, self.prefill_chunk_tokens, budget)
+        chosen.append(np.array([row], np.int64))
+        counts.append(np.array([count], np.int64))
+        return count
+
+    def slices(self, scheduled: Scheduled) -> StepBatch:
         """The step's slices: what to feed, whether to sample behind it, and whose prompt logprobs to read.
 
         Raises:
           RequestError: a request of the decision is no longer running.
         """
-        return tuple(self._slice(request_id, n) for request_id, n in scheduled.num_tokens.items())
+        table, rows, counts = self.table, scheduled.rows, scheduled.counts
+        gone = ~table.held_by(rows, scheduled.epochs)
+        if gone.any():
+            raise RequestError(f"request {scheduled.ids[gone][0]} is not running")
+        start = table.num_computed[rows]
+        end = start + counts
+        first = np.cumsum(counts) - counts
+        position = np.arange(int(counts.sum())) + np.repeat(start - first, counts)
+        tokens = table.tokens[np.repeat(rows, counts), position]
+        targets = None
+        for i in np.flatnonzero(table.wants_targets[rows]).tolist():
+            request = self._by_row[rows[i]]
+            wanted = None if request is None else request.prompt_targets(int(start[i]), int(counts[i]))
+            if wanted is not None:
+                targets = np.full(len(tokens), -1, np.int32) if targets is None else targets
+                targets[first[i] : first[i] + counts[i]] = wanted
+        return StepBatch(
+            rows=rows,
+            epochs=scheduled.epochs,
+            start=start,
+            num_tokens=counts,
+            tokens=tokens,
+            samples=(end == table.num_tokens[rows]) & (end < table.end_at[rows]),
+            sampling=table.sampling.take(rows),
+            previous_sample=np.full(len(rows), -1, np.int32),
+            targets=targets,
+        )
 
     def advance(self, slices: Iterable[RequestSlice]) -> None:
         """Count the tokens of a dispatched step as computed."""
-        for piece in slices:
-            request = self.request_of(piece.handle)
-            if request is not None:
-                request.num_computed = piece.start + piece.num_tokens
+        batch = StepBatch.of(slices)
+        table, counters = self.table, self.control.counters
+        here = table.held_by(batch.rows, batch.epochs)
+        rows, num_tokens, start = batch.rows[here], batch.num_tokens[here], batch.start[here]
+        table.num_computed[rows] = start + num_tokens
+        counters.num_steps += 1
+        prefill = (num_tokens > 1) | (start < table.num_prompt[rows])
+        again = np.clip(table.num_seen[rows] - start, 0, num_tokens)
+        counters.num_recomputed_tokens += int(again.sum())
+        counters.num_prefill_tokens += int((num_tokens - again)[prefill].sum())
+        table.num_seen[rows] = np.maximum(table.num_seen[rows], start + num_tokens)
 
     def record(
         self,
@@ -224,17 +281,14 @@ class Scheduler:
         logprob: float = float("nan"),
         target_logprobs: NDArray[np.float32] | None = None,
     ) -> Request | None:
-        """Take one slice's results of a dispatched step, and end its request if that was all.
-
-        Call it for every slice, also for one that asked for nothing: it may have been the last.
+        """``record_step`` for one slice on its own.
 
         Args:
           token, logprob: what was sampled; given if and only if ``piece.sample`` is.
           target_logprobs: float32 ``[n]``, logprobs of ``piece.targets``; given if and only if those are.
 
         Returns:
-          The request; None when it was preempted or ended meanwhile, and then the results are dropped
-          (a preempted request computes the same ones again).
+          The request; None when it was preempted or ended meanwhile.
 
         Raises:
           InvariantError: results are missing, or belong to another position.
@@ -244,34 +298,79 @@ class Scheduler:
             return None
         if (token is None) != (piece.sample is None) or (target_logprobs is None) != (piece.targets is None):
             raise InvariantError(f"request {request.id}: results do not match what its slice asked for")
-        if piece.targets is not None and target_logprobs is not None:
-            request.record_prompt_logprobs(piece.start, piece.targets, target_logprobs)
-        if token is not None:
-            if piece.start + piece.num_tokens != request.num_tokens:
-                raise InvariantError(
-                    f"request {request.id}: a token for position {piece.start + piece.num_tokens} arrived, "
-                    f"position {request.num_tokens} is next"
-                )
-            request.append(token, logprob)
-        reason = request.ended()
-        if reason is not None:
-            self.finish(request, reason)
+        self.record_step(
+            StepBatch.of([piece]),
+            StepResults(
+                tokens=np.array([0 if token is None else token], np.int32),
+                logprobs=np.array([logprob], np.float32),
+                ok=np.array([True]),
+                target_logprobs=target_logprobs,
+            ),
+        )
         return request
 
-    def preempt_newest(self) -> Request | None:
-        """Send the newest running request back to the front of the queue, to be computed again.
+    def record_step(self, batch: StepBatch, results: StepResults) -> None:
+        """Take a dispatched step's results: tokens and logprobs join their requests, whole pages are offered to the
+        prefix cache, and requests that are done end.
 
-        Its generated tokens stay. None when at most one runs: the oldest is never sent back.
+        Results of a request that was preempted or ended meanwhile are dropped (a preempted one computes the same
+        ones again).
+
+        Raises:
+          InvariantError: results belong to another position.
+        """
+        table = self.table
+        here = table.held_by(batch.rows, batch.epochs)
+        for i in np.flatnonzero(here & ~results.ok).tolist():
+            self._fail_not_finite(self._by_row[batch.rows[i]])
+        here &= results.ok
+        if results.target_logprobs is not None:
+            self._record_targets(batch, results.target_logprobs, here)
+        end = batch.start + batch.num_tokens
+        sampled = here & batch.samples
+        rows = batch.rows[sampled]
+        wrong = end[sampled] != table.num_tokens[rows]
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise InvariantError(
+                f"request {table.ids[rows[i]]}: a token for position {end[sampled][i]} arrived, "
+                f"position {table.num_tokens[rows[i]]} is next"
+            )
+        tokens = results.tokens[sampled]
+        table.append(rows, tokens, results.logprobs[sampled])
+        self.control.counters.num_generated_tokens += len(rows)
+        if self.control.prefix_index is not None:
+            self._publish(batch.rows[here], end[here])
+        stops = np.isin(tokens, self._all_stop_ids()) & (table.num_tokens[rows] >= table.may_stop_at[rows])
+        done = rows[stops | (table.num_tokens[rows] >= table.end_at[rows])]
+        silent = batch.rows[here & ~batch.samples]  # the end of a prompt that is only scored
+        for row in [*done.tolist(), *silent[table.num_computed[silent] >= table.end_at[silent]].tolist()]:
+            request = self._by_row[row]
+            reason = None if request is None else request.ended()
+            if request is not None and reason is not None:
+                self.finish(request, reason)
+
+    def preempt_newest(self) -> Request | None:
+        """Send the request that was let in last back to its place in the queue, to be computed again.
+
+        Its generated tokens stay. None when at most one runs: the first is never sent back.
         """
         if len(self._running) <= 1:
             return None
-        request_id, request = self._running.popitem()
+        request = self._running.popitem()[1]
         self._give_back(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting[request_id] = request
-        self._waiting.move_to_end(request_id, last=False)  # all that wait arrived after all that run
+        self.control.counters.num_preemptions += 1
+        self.control.counters.num_preempted_requests += request.num_preemptions == 1
+        older = []
+        for waiting in self._waiting.values():
+            if waiting.arrival > request.arrival:
+                break
+            older.append(waiting.id)  # only those that were overtaken while they waited for a prefix
+        self._waiting[request.id] = request
+        for request_id in reversed([*older, request.id]):
+            self._waiting.move_to_end(request_id, last=False)
         return request
 
     def request_of(self, handle: RequestHandle) -> Request | None:
@@ -281,64 +380,115 @@ class Scheduler:
 
     # --- how -----------------------------------------------------------------------------------------
 
-    def _slice(self, request_id: RequestId, num_tokens: int) -> RequestSlice:
-        request = self._running.get(request_id)
-        if request is None or request.handle is None:
-            raise RequestError(f"request {request_id} is not running")
-        start, end = request.num_computed, request.num_computed + num_tokens
-        samples = end == request.num_tokens and request.num_generated < request.max_tokens
-        return RequestSlice(
-            handle=request.handle,
-            start=start,
-            tokens=request.tokens[start:end],
-            sample=request.sampling if samples else None,
-            targets=request.prompt_targets(start, num_tokens),
-        )
+    def _let_in(self, budget: int) -> list[Request]:
+        """Let requests in from the front while rows, pages and a token of the budget for each are left."""
+        entered: list[Request] = []
+        for request in list(islice(self._waiting.values(), 2 * self.max_num_seqs)):
+            if budget <= 0 or len(self._running) >= self.max_num_seqs:
+                break
+            shared = self._admission.shared(request)
+            if shared is None:
+                self.control.counters.num_prefix_waits += not request.waited_for_prefix
+                request.waited_for_prefix = True
+                continue
+            if not self._admission.fits(request, shared, self._running_rows()) or not self._enter(request, shared):
+                break
+            entered.append(request)
+            budget -= min(request.num_uncomputed, self.prefill_chunk_tokens)
+        return entered
 
-    def _admit_front(self) -> Request | None:
-        """Let the front in if a row is free and the pages it needs are not already spoken for."""
-        if not self._waiting or len(self._running) >= self.max_num_seqs:
-            return None
-        request = next(iter(self._waiting.values()))
-        if self._pages_wanted(request) > self.control.num_free_pages - self._pages_spoken_for():
-            return None
+    def _enter(self, request: Request, shared: Shared) -> bool:
+        """Give a request a row and the pages it shares; False when there is none, and then nothing has changed."""
         handle = self.control.open()
         if handle is None:
-            return None
+            return False
+        if shared.source is not None:
+            assert shared.source.handle is not None
+            if not self.control.fork(shared.source.handle, handle, shared.num_tokens):
+                self.control.release(handle)
+                return False
+            request.take_prompt_logprobs(shared.source.prompt_logprobs[: shared.source.num_known_prompt_logprobs])
+        else:
+            self.control.adopt(handle, shared.nodes)
+        if shared.logprobs is not None:
+            request.take_prompt_logprobs(shared.logprobs)
+        first_time = request.num_admissions == 0
+        request.num_admissions += 1
+        self._count_shared(request, shared, first_time=first_time)
         del self._waiting[request.id]
-        request.status, request.handle = RequestStatus.RUNNING, handle
+        request.enter(self.table, handle, shared.num_tokens)
+        path = len(self.control.sharing.path(handle.row))
+        self.table.num_published[handle.row] = path
         self._running[request.id] = request
+        self._rows = self._stop_ids = None
         self._by_row[handle.row] = request
-        return request
+        self._admission.entered(request, shared)
+        return True
 
-    def _pages_wanted(self, request: Request) -> int:
-        """Pages for all tokens a request has and a page's worth more, as far as it can ever need them.
+    def _count_shared(self, request: Request, shared: Shared, *, first_time: bool) -> None:
+        counters = self.control.counters
+        if not first_time:
+            counters.num_recovered_tokens += shared.num_tokens
+        elif shared.source is not None:
+            request.num_shared_tokens = shared.num_tokens
+            counters.num_shared_tokens += shared.num_tokens
+        else:
+            request.num_cached_tokens = shared.num_tokens
+            counters.num_cached_tokens += shared.num_tokens
+            counters.num_prefix_pages_wanted += shared.num_pages_wanted
+            counters.num_prefix_pages_hit += shared.num_whole_pages
 
-        Since all that run are counted so when another is let in, it is not sent back for want of room before
-        one of them has outgrown a page's worth of new tokens: a resumed request does not bounce.
-        """
-        layout = self.control.layout
-        return layout.pages_for(min(request.num_tokens + layout.tokens_per_page, request.max_kv_tokens))
+    def _running_rows(self) -> Int64:
+        """int64, rows of the running requests, in the order in which they were let in."""
+        if self._rows is None:
+            handles = [request.handle for request in self._running.values()]
+            self._rows = np.array([handle.row for handle in handles if handle is not None], np.int64)
+        return self._rows
 
-    def _pages_spoken_for(self) -> int:
-        """Free pages that running requests still want, beyond those they hold."""
-        return sum(
-            max(self._pages_wanted(request) - self.control.pages_held(request.handle), 0)
-            for request in self._running.values()
-            if request.handle is not None
-        )
+    def _all_stop_ids(self) -> NDArray[np.int32]:
+        """int32, tokens that can end any of the running requests."""
+        if self._stop_ids is None:
+            sets = {request.stop_token_ids for request in self._running.values() if not request.ignore_eos}
+            stops = sorted(frozenset().union(*sets))
+            self._stop_ids = np.array([token for token in stops if -(2**31) <= token < 2**31], np.int32)
+        return self._stop_ids
+
+    def _record_targets(self, batch: StepBatch, values: NDArray[np.float32], here: NDArray[np.bool_]) -> None:
+        if batch.targets is None:
+            raise InvariantError("prompt logprobs arrived for a batch that asked for none")
+        ends = batch.ends
+        for i in np.flatnonzero(here & self.table.wants_targets[batch.rows]).tolist():
+            request = self._by_row[batch.rows[i]]
+            if request is not None:
+                fed = slice(int(ends[i] - batch.num_tokens[i]), int(ends[i]))
+                request.record_prompt_logprobs(int(batch.start[i]), batch.targets[fed], values[fed])
+
+    def _publish(self, rows: Int64, num_computed: Int64) -> None:
+        page = self.control.layout.tokens_per_page
+        more = num_computed // page > self.table.num_published[rows]
+        for row, computed in zip(rows[more].tolist(), num_computed[more].tolist(), strict=True):
+            request = self._by_row[row]
+            if request is not None:
+                self._admission.publish(request, computed)
+
+    def _fail_not_finite(self, request: Request | None) -> None:
+        """End a request whose logits are not finite; what it offered to others is taken back."""
+        if request is not None and request.handle is not None:
+            self.control.sharing.withdraw(request.handle.row)
+            self.finish(request, "error", NOT_FINITE)
 
     def _give_back(self, request: Request) -> None:
         """Return a request's row and pages, if it has any; what was computed there is lost."""
-        request.num_computed = 0
-        if request.handle is not None:
-            self._by_row[request.handle.row] = None
-            handle, request.handle = request.handle, None
+        handle = request.leave()
+        if handle is not None:
+            self._by_row[handle.row] = None
+            self._rows = self._stop_ids = None
+            self._admission.left(request)
             self._release(handle)
 
-    def _guard_progress(self, chosen: dict[RequestId, int]) -> None:
+    def _guard_progress(self, anything: bool) -> None:
         """End a wait that nothing can end: empty decisions in a row although there is work."""
-        if chosen or not self.has_work:
+        if anything or not self.has_work:
             self._num_idle_schedules = 0
             return
         self._num_idle_schedules += 1
@@ -354,7 +504,7 @@ class Scheduler:
         self.finish(
             front,
             "error",
-            f"needs {self._pages_wanted(front)} pages and a row; {self.control.num_free_pages} pages of "
+            f"needs {self._admission.pages_wanted(front)} pages and a row; {self.control.num_available_pages} pages of "
             f"{self.control.num_pages} and {self.control.num_free_rows} rows are free although nothing runs: "
             "release the handles that were opened outside this scheduler",
         )

@@ -13,29 +13,34 @@ from dataclasses import dataclass
 
 from kv_common.errors import RequestError
 from kv_control.invariants import check_invariants
-from kv_control.plan import RequestId, RequestSlice
+from kv_control.plan import RequestId
 from kv_control.request import Request
 from kv_control.scheduler import Scheduler
-from kv_execution.runtime import PagedRuntime, SliceResult
+from kv_execution.runtime import PagedRuntime
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class DriverMetrics:
-    """Counts since the driver was made.
+    """Counts since the driver was made; ``PagedRuntime.metrics`` has those of pages, sharing and programs.
 
     Attributes:
       num_steps: steps run.
-      num_prefill_tokens: prompt tokens run, and tokens run again after a preemption.
+      num_prefill_tokens: prompt tokens run for the first time. num_recomputed_tokens: run again after a preemption.
+      num_cached_tokens: prompt tokens not run because the prefix cache had them.
+      num_shared_tokens: prompt tokens not run because another sample of the same prompt had them.
       num_generated_tokens: tokens sampled and kept.
       num_preemptions: times a request was sent back. num_preempted_requests: how many different ones.
       num_finished: requests ended, by any reason. num_failed: those that ended with an error.
-      peak_running: most requests that ran in one step. peak_pages_held: most pages held after a step.
+      peak_running: most requests that ran in one step. peak_pages_held: most pages in use after a step.
     """
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_shared_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_preempted_requests: int = 0
@@ -59,8 +64,27 @@ class PagedDriver:
     def __init__(self, runtime: PagedRuntime, scheduler: Scheduler, *, check: bool = False) -> None:
         self.runtime = runtime
         self.scheduler = scheduler
-        self.metrics = DriverMetrics()
         self._check = check
+        self._num_finished = self._num_failed = self._peak_running = self._peak_pages_held = 0
+
+    @property
+    def metrics(self) -> DriverMetrics:
+        """Counts so far."""
+        counters = self.runtime.control.counters
+        return DriverMetrics(
+            num_steps=counters.num_steps,
+            num_prefill_tokens=counters.num_prefill_tokens,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_shared_tokens=counters.num_shared_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_preempted_requests=counters.num_preempted_requests,
+            num_finished=self._num_finished,
+            num_failed=self._num_failed,
+            peak_running=self._peak_running,
+            peak_pages_held=self._peak_pages_held,
+        )
 
     def submit(self, request: Request) -> None:
         """Queue a request; it is checked before anything is held.
@@ -95,47 +119,20 @@ class PagedDriver:
             prepared = self.runtime.prepare_step(slices) if slices else None
             if prepared is not None:
                 outcome = self.runtime.run_step(prepared)
-                self._dispatched(outcome.plan.slices)
-                for result in outcome.read():
-                    self._account(result)
+                self._peak_running = max(self._peak_running, len(slices))
+                self._peak_pages_held = max(self._peak_pages_held, self.runtime.control.allocator.num_held)
+                self.scheduler.advance(slices)
+                self.scheduler.record_step(slices, outcome.results())
             elif slices:
                 self._make_room()
             if self._check:
                 check_invariants(self.runtime.control, self.scheduler)
         return self.pop_finished()
 
-    def _dispatched(self, slices: tuple[RequestSlice, ...]) -> None:
-        metrics, control = self.metrics, self.runtime.control
-        metrics.num_steps += 1
-        metrics.peak_running = max(metrics.peak_running, len(slices))
-        metrics.peak_pages_held = max(metrics.peak_pages_held, control.allocator.num_held)
-        for piece in slices:
-            request = self.scheduler.request_of(piece.handle)
-            if request is not None and (piece.num_tokens > 1 or piece.start < request.num_prompt_tokens):
-                metrics.num_prefill_tokens += piece.num_tokens
-        self.scheduler.advance(slices)
-
-    def _account(self, result: SliceResult) -> None:
-        """Take one slice's results to its request, found by handle: a batch that changed meanwhile cannot mix them."""
-        request = self.scheduler.request_of(result.slice.handle)
-        if request is not None and not result.ok:
-            self.scheduler.finish(
-                request, "error", "the model's logits for this request are not finite (NaN or infinity)"
-            )
-            return
-        generated = request.num_generated if request is not None else 0
-        request = self.scheduler.record(
-            result.slice, token=result.token, logprob=result.logprob, target_logprobs=result.target_logprobs
-        )
-        if request is not None:
-            self.metrics.num_generated_tokens += request.num_generated - generated
-
     def _make_room(self) -> None:
         """The pool had no room for the step: send the newest back, to be computed again later."""
         victim = self.scheduler.preempt_newest()
         if victim is not None:
-            self.metrics.num_preemptions += 1
-            self.metrics.num_preempted_requests += victim.num_preemptions == 1
             logger.debug("preempted request %s after %d generated tokens", victim.id, victim.num_generated)
             return
         [request] = self.scheduler.running
@@ -144,13 +141,13 @@ class PagedDriver:
         self.scheduler.finish(
             request,
             "error",
-            f"needs more than the {held} pages it holds and {control.num_free_pages} of {control.num_pages} are free "
-            "although nothing else runs: release the handles that were opened outside this scheduler",
+            f"needs more than the {held} pages it holds and {control.num_available_pages} of {control.num_pages} are "
+            "free although nothing else runs: release the handles that were opened outside this scheduler",
         )
 
     def pop_finished(self) -> list[Request]:
         """Requests that ended since the last call, in the order in which they did."""
         finished = self.scheduler.pop_finished()
-        self.metrics.num_finished += len(finished)
-        self.metrics.num_failed += sum(request.finish_reason == "error" for request in finished)
+        self._num_finished += len(finished)
+        self._num_failed += sum(request.finish_reason == "error" for request in finished)
         return finished

@@ -25,6 +25,8 @@ Pools = Any
 POOL_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PAGE_RUNGS = (8, 64, 512)
 """Lengths to which page lists are padded: one compiled program each, longer lists go in pieces."""
+COPY_RUNG = 8
+"""Page copies of one dispatch: a group's samples need one each."""
 
 
 def pool_dtype(dtype: str) -> jnp.dtype:
@@ -70,12 +72,13 @@ class Scrubber:
     """Overwrites whole pages of every pool in one donated dispatch.
 
     At most ``len(PAGE_RUNGS)`` programs exist for a given pytree of pools, however many pages are
-    named; scrubbing and poisoning share them.
+    named; scrubbing and poisoning share them. Copying pages within the pools is one more.
     """
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
         self._overwrite = jax.jit(_overwrite_pages, donate_argnums=0)
+        self._copy = jax.jit(_copy_pages, donate_argnums=0)
 
     def scrub(self, pools: Pools, pages: NDArray[np.int32]) -> Pools:
         """Zero exactly ``pages`` (int32 ``[n]``, in range) of every leaf; the arguments are donated."""
@@ -85,8 +88,17 @@ class Scrubber:
         """Fill exactly ``pages`` with NaN, so that a stray read shows (``paged_poison_on_free``)."""
         return self._run(pools, pages, np.nan)
 
+    def copy(self, pools: Pools, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> Pools:
+        """Overwrite each page of ``targets`` by that of ``sources`` (int32 ``[n]``, in range, no page in both)."""
+        for source, target in zip(pieces_of(sources, COPY_RUNG), pieces_of(targets, COPY_RUNG), strict=True):
+            padded = np.full((2, COPY_RUNG), self._num_pages, np.int32)
+            padded[:, : len(source)] = source, target
+            pools = self._copy(pools, padded)
+        return pools
+
     def warm_up(self, pools: Pools) -> Pools:
         """Compile every program, changing nothing."""
+        pools = self._copy(pools, np.full((2, COPY_RUNG), self._num_pages, np.int32))
         for rung in PAGE_RUNGS:
             pools = self._overwrite(pools, self._padding(rung), np.float32(0.0))
         return pools
@@ -102,19 +114,31 @@ class Scrubber:
         return np.full(rung, self._num_pages, np.int32)
 
 
-def pieces_of(pages: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
+def pieces_of(pages: NDArray[np.int32], at_most: int = PAGE_RUNGS[-1]) -> Iterator[NDArray[np.int32]]:
     """``pages`` in pieces of at most the longest rung; nothing for an empty list.
 
     >>> [len(piece) for piece in pieces_of(np.arange(1030, dtype=np.int32))]
     [512, 512, 6]
     """
-    for start in range(0, len(pages), PAGE_RUNGS[-1]):
-        yield pages[start : start + PAGE_RUNGS[-1]]
+    for start in range(0, len(pages), at_most):
+        yield pages[start : start + at_most]
 
 
 def _overwrite_pages(pools: Pools, pages: jax.Array, value: jax.Array) -> Pools:
     """``pages``: int32, padded with ``num_pages``, one past the end, which ``mode="drop"`` discards."""
     return jax.tree.map(
         lambda pool: pool.at[pages].set(value.astype(pool.dtype), mode="drop", wrap_negative_indices=False),
+        pools,
+    )
+
+
+def _copy_pages(pools: Pools, pages: jax.Array) -> Pools:
+    """``pages``: int32 ``[2, n]``, sources and targets, padded as in ``_overwrite_pages``."""
+    return jax.tree.map(
+        lambda pool: pool.at[pages[1]].set(
+            pool.at[pages[0]].get(mode="fill", fill_value=0, wrap_negative_indices=False),
+            mode="drop",
+            wrap_negative_indices=False,
+        ),
         pools,
     )

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from kv_control.control_plane import ControlPlane
-from kv_control.plan import RequestHandle, RequestSlice, StepPlan
+from kv_control.metrics import ControlMetrics
+from kv_control.plan import RequestHandle, RequestSlice, StepPlan, StepResults
 from kv_execution.compile_events import CompileCounter
 from kv_execution.dispatch import DecodeDispatch, DispatchOutcome
 from kv_execution.metadata import StepInputs
@@ -75,35 +76,54 @@ class StepOutcome:
     @property
     def query_lens(self) -> tuple[int, ...]:
         """Tokens each slice ran."""
-        return tuple(request.num_tokens for request in self.plan.slices)
+        return tuple(self.plan.slices.num_tokens.tolist())
 
-    def read(self) -> list[SliceResult]:
-        """Wait for the step and attribute its results, in batch order. One small read."""
-        wants_targets = any(request.targets is not None for request in self.plan.slices)
+    def results(self) -> StepResults:
+        """Wait for the step; its results beside ``plan.slices``. One small read."""
+        batch = self.plan.slices
         tokens, logprobs, ok, scored = jax.device_get(
             (
                 self.outputs.tokens,
                 self.outputs.logprobs,
                 self.outputs.ok,
-                self.outputs.target_logprobs if wants_targets else None,
+                self.outputs.target_logprobs if batch.targets is not None else None,
             )
         )
-        results, sampled, target = [], 0, 0
-        for request in self.plan.slices:
-            token, logprob, fine, targets = None, float("nan"), True, None
-            if request.targets is not None:
-                wanted = request.targets >= 0
-                count = int(wanted.sum())
-                targets = np.full(request.num_tokens, np.nan, np.float32)
-                targets[wanted] = scored[target : target + count]
-                target += count
-                fine = bool(np.isfinite(targets[wanted]).all())
-            if request.sample is not None:
-                token, logprob = int(tokens[sampled]), float(logprobs[sampled])
-                fine = fine and bool(ok[sampled])
-                sampled += 1
-            results.append(SliceResult(request, token, logprob, fine, targets))
+        sampled, num_sampled = batch.samples, int(batch.samples.sum())
+        results = StepResults(
+            tokens=np.zeros(len(batch), np.int32),
+            logprobs=np.full(len(batch), np.nan, np.float32),
+            ok=np.ones(len(batch), np.bool_),
+            target_logprobs=None if batch.targets is None else np.full(len(batch.tokens), np.nan, np.float32),
+        )
+        results.tokens[sampled] = tokens[:num_sampled]
+        results.logprobs[sampled] = logprobs[:num_sampled]
+        results.ok[sampled] = ok[:num_sampled]
+        if batch.targets is not None and results.target_logprobs is not None:
+            wanted = batch.targets >= 0
+            results.target_logprobs[wanted] = scored[: int(wanted.sum())]
+            bad = wanted & ~np.isfinite(results.target_logprobs)
+            results.ok[np.repeat(np.arange(len(batch)), batch.num_tokens)[bad]] = False
         return results
+
+    def read(self) -> list[SliceResult]:
+        """``results`` one by one, in batch order."""
+        results, batch = self.results(), self.plan.slices
+        read = []
+        for i, (piece, end) in enumerate(zip(batch, batch.ends.tolist(), strict=True)):
+            scored = results.target_logprobs
+            read.append(
+                SliceResult(
+                    slice=piece,
+                    token=int(results.tokens[i]) if batch.samples[i] else None,
+                    logprob=float(results.logprobs[i]),
+                    ok=bool(results.ok[i]),
+                    target_logprobs=scored[end - piece.num_tokens : end]
+                    if scored is not None and piece.targets is not None
+                    else None,
+                )
+            )
+        return read
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +131,30 @@ class RuntimeMetrics:
     """Counts since the runtime was made.
 
     Attributes:
+      control: pages, sharing and scheduling.
       num_steps: steps run. num_tokens: tokens run, padding left out. num_padded_tokens: rungs summed.
-      num_scrubbed_pages: recycled pages overwritten before reuse.
+      num_scrubbed_pages: recycled pages overwritten before reuse. num_copied_pages: pages copied for a group's samples.
       steps_by_backend: attention backend to the steps it ran.
       decodes_by_kind: ``"fused"`` or ``"gather"`` to the launches of decode rows, one per step and attention window.
       steps_by_rung: token rung to steps.
       compiled: jitted function to programs obtained in this process since the runtime was made.
     """
 
+    control: ControlMetrics
     num_steps: int
     num_tokens: int
     num_padded_tokens: int
     num_scrubbed_pages: int
+    num_copied_pages: int
     steps_by_backend: dict[str, int]
     decodes_by_kind: dict[str, int]
     steps_by_rung: dict[int, int]
     compiled: dict[str, int]
+
+    @property
+    def num_compile_events(self) -> int:
+        """Programs obtained, compiled or from the cache on disk."""
+        return sum(self.compiled.values())
 
 
 class PagedRuntime:
@@ -169,7 +197,7 @@ class PagedRuntime:
         self._previous_tokens = (
             jax.device_put(tokens, NamedSharding(mesh, PartitionSpec())) if mesh is not None else jax.device_put(tokens)
         )
-        self._num_tokens = self._num_padded = self._num_scrubbed = 0
+        self._num_tokens = self._num_padded = self._num_scrubbed = self._num_copied = 0
         self._rungs: dict[int, int] = {}
 
     def open(self) -> RequestHandle | None:
@@ -179,8 +207,7 @@ class PagedRuntime:
     def release(self, handle: RequestHandle) -> NDArray[np.int32]:
         """End a request's hold on its row and pages; the pages that were actually freed, now dirty."""
         freed = self.control.release(handle)
-        if self._poison_on_free and len(freed):
-            self._pools = self._scrubber.poison(self._pools, freed)
+        self._poison(freed)
         return freed
 
     def prepare_step(self, slices: Sequence[RequestSlice]) -> PreparedStep | None:
@@ -195,6 +222,9 @@ class PagedRuntime:
         if len(reservation.dirty_pages):
             self._pools = self._scrubber.scrub(self._pools, reservation.dirty_pages)
             self._num_scrubbed += len(reservation.dirty_pages)
+        if reservation.copies.size:
+            self._pools = self._scrubber.copy(self._pools, *reservation.copies)
+            self._num_copied += reservation.copies.shape[1]
         plan = self.control.plan(self.control.confirm_scrubbed(reservation))
         return PreparedStep(plan, build_step_inputs(plan))
 
@@ -235,9 +265,28 @@ class PagedRuntime:
                 jax.block_until_ready(self._previous_tokens)
                 on_rung(done, len(rungs))
 
-    def update_params(self, params: Params) -> None:
-        """Exchange the weights; same shapes and shardings, so nothing compiles."""
+    def update_params(self, params: Params, *, prefix_namespace: bytes | None = None) -> int:
+        """Exchange the weights; same shapes and shardings, so nothing compiles. Cached pages are the old weights'
+        and are forgotten.
+
+        Args:
+          prefix_namespace: digest of the new weights' namespace, where the prefix cache is on.
+
+        Returns:
+          The cached pages that were forgotten.
+        """
         self.params = params
+        return self.reset_prefix_cache(prefix_namespace)
+
+    def reset_prefix_cache(self, prefix_namespace: bytes | None = None) -> int:
+        """Forget every cached page; returns how many there were."""
+        cleared, freed = self.control.reset_prefix_cache(prefix_namespace)
+        self._poison(freed)
+        return cleared
+
+    def _poison(self, freed: NDArray[np.int32]) -> None:
+        if self._poison_on_free and len(freed):
+            self._pools = self._scrubber.poison(self._pools, freed)
 
     @property
     def pools(self) -> object:
@@ -248,10 +297,12 @@ class PagedRuntime:
         """Counts so far."""
         steps = sum(self._rungs.values())
         return RuntimeMetrics(
+            control=self.control.metrics(),
             num_steps=steps,
             num_tokens=self._num_tokens,
             num_padded_tokens=self._num_padded,
             num_scrubbed_pages=self._num_scrubbed,
+            num_copied_pages=self._num_copied,
             steps_by_backend={self._backend: steps} if steps else {},
             decodes_by_kind=dict(sorted(self._decode.counts.items())),
             steps_by_rung=dict(sorted(self._rungs.items())),

@@ -7,7 +7,10 @@ May import: kv_common, kv_control, jax.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_control.plan import GREEDY, StepPlan
 from kv_execution.metadata import PageMetadata, SamplingInputs, StepInputs
@@ -18,50 +21,39 @@ def build_step_inputs(plan: StepPlan) -> StepInputs:
 
     Rows to sample are packed in batch order: the ``i``-th slice that samples is entry ``i`` of the outputs.
     """
-    num_tokens, num_rows = plan.token_rung, plan.row_rung
-    token_ids = np.zeros(num_tokens, np.int32)
+    num_tokens, num_rows, batch = plan.token_rung, plan.row_rung, plan.slices
+    sampled = np.flatnonzero(batch.samples)
+    last_rows = batch.ends - 1
     previous_index = np.full(num_tokens, -1, np.int32)
-    target_rows = np.zeros(num_tokens, np.int32)
-    targets = np.zeros(num_tokens, np.int32)
-    sample_rows = np.zeros(num_rows, np.int32)
-    specs = [GREEDY] * num_rows
-    sampled_position = np.zeros(num_rows, np.int32)
-
-    token, num_sampled, num_targets = 0, 0, 0
-    for request in plan.slices:
-        end = token + request.num_tokens
-        if request.previous_sample is None:
-            token_ids[token:end] = request.tokens
-        else:
-            previous_index[token] = request.previous_sample
-        if request.targets is not None:
-            wanted = np.flatnonzero(request.targets >= 0)
-            target_rows[num_targets : num_targets + len(wanted)] = token + wanted
-            targets[num_targets : num_targets + len(wanted)] = request.targets[wanted]
-            num_targets += len(wanted)
-        if request.sample is not None:
-            sample_rows[num_sampled] = end - 1
-            specs[num_sampled] = request.sample
-            sampled_position[num_sampled] = request.start + request.num_tokens
-            num_sampled += 1
-        token = end
+    previous_index[batch.ends - batch.num_tokens] = batch.previous_sample
+    wanted = np.zeros(0, np.int64) if batch.targets is None else np.flatnonzero(batch.targets >= 0)
+    targets = wanted if batch.targets is None else batch.targets[wanted]
     segment_ids = np.where(plan.table.row_of_token < num_rows, plan.table.row_of_token + 1, 0).astype(np.int32)
+    sampling = batch.sampling.take(sampled)
     return StepInputs(
-        token_ids=token_ids,
+        token_ids=_padded(batch.tokens, num_tokens),
         previous_index=previous_index,
         segment_ids=segment_ids,
         pages=PageMetadata.from_table(plan.table),
-        sample_rows=sample_rows,
+        sample_rows=_padded(last_rows[sampled], num_rows),
         sampling=SamplingInputs(
-            temperature=np.array([spec.temperature for spec in specs], np.float32),
-            top_k=np.array([spec.top_k for spec in specs], np.int32),
-            top_p=np.array([spec.top_p for spec in specs], np.float32),
-            min_p=np.array([spec.min_p for spec in specs], np.float32),
-            seed=np.array([spec.seed for spec in specs], np.uint32),
-            sample_index=np.array([spec.sample_index for spec in specs], np.int32),
-            position=sampled_position,
+            temperature=_padded(sampling.temperature, num_rows, GREEDY.temperature),
+            top_k=_padded(sampling.top_k, num_rows, GREEDY.top_k),
+            top_p=_padded(sampling.top_p, num_rows, GREEDY.top_p),
+            min_p=_padded(sampling.min_p, num_rows, GREEDY.min_p),
+            seed=_padded(sampling.seed, num_rows, GREEDY.seed),
+            sample_index=_padded(sampling.sample_index, num_rows, GREEDY.sample_index),
+            position=_padded((batch.start + batch.num_tokens)[sampled], num_rows),
         ),
-        target_rows=target_rows,
-        targets=targets,
-        num_targets=np.asarray(num_targets, np.int32),
+        target_rows=_padded(wanted, num_tokens),
+        targets=_padded(targets, num_tokens),
+        num_targets=np.asarray(len(wanted), np.int32),
     )
+
+
+def _padded(values: NDArray[Any], size: int, fill: float = 0) -> NDArray[Any]:
+    """``[size]``, beginning with ``values``; int64 becomes int32, the only integers a step knows."""
+    dtype = np.dtype(np.int32) if values.dtype == np.int64 else values.dtype
+    padded = np.full(size, fill, dtype)
+    padded[: len(values)] = values
+    return padded

@@ -59,8 +59,8 @@ class TokenStream:
             return None
         token, logprob = None, float("nan")
         if self.unreported:
-            token = int(request.tokens[request.num_prompt_tokens + self.num_reported])
-            logprob = float(request.logprobs[self.num_reported])
+            position = request.num_prompt_tokens + self.num_reported
+            token, logprob = request.token_at(position), request.logprob_at(position)
             self.num_reported += 1
         self.ended = request.finished and not self.unreported
         if not self.ended:

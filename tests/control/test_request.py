@@ -6,44 +6,58 @@ import numpy as np
 import pytest
 
 from kv_common.errors import InvariantError, RequestError
-from kv_control.plan import RequestId
+from kv_control.plan import RequestHandle, RequestId
 from kv_control.request import Request
+from kv_control.request_table import RequestTable
 from tests.strategies import request_of
 
 EOS = 9
 
 
+def running(request: Request, *, num_computed: int = 0) -> RequestTable:
+    """The request, running in row 1 of a table of its own."""
+    table = RequestTable(3, 128)
+    request.enter(table, RequestHandle(1, 5), num_computed)
+    return table
+
+
 def feed(request: Request, *tokens: int) -> list[str | None]:
     """Append tokens one by one; what the request says after each."""
-    said = []
+    table, row, said = running(request), np.array([1]), []
     for token in tokens:
-        request.num_computed = request.num_tokens
-        request.append(token, -0.5)
+        table.num_computed[row] = table.num_tokens[row]
+        table.append(row, np.array([token], np.int32), np.array([-0.5], np.float32))
         said.append(request.ended())
     return said
 
 
-def test_tokens_grow_behind_views_that_were_handed_out_before():
+def test_tokens_that_were_handed_out_stay_as_they_are_while_it_runs_and_when_its_row_is_anothers():
     request = request_of(1, [5, 6], max_tokens=100)
+    table, row = running(request), np.array([1])
     views = [request.tokens]
     for i in range(70):
-        request.append(i, -float(i))
+        table.append(row, np.array([i], np.int32), np.array([-float(i)], np.float32))
         views.append(request.tokens)
-    for i, view in enumerate(views):
-        assert view.tolist() == [5, 6, *range(i)]
+    request.leave()
+    request_of(2, [9] * 80).enter(table, RequestHandle(1, 7), 0)
+    for i, view in enumerate([*views, request.tokens]):
+        assert view.tolist() == [5, 6, *range(min(i, 70))]
     assert request.tokens.dtype == np.int32
     assert request.logprobs.tolist() == [-float(i) for i in range(70)]
     assert request.logprobs.dtype == np.float32
     assert request.prompt.tolist() == [5, 6]
 
 
-def test_appending_copies_a_constant_number_of_tokens_on_average():
-    request = request_of(1, 8, max_tokens=10_000)
-    buffers = set()
-    for i in range(10_000):
-        request.append(i % 50, 0.0)
-        buffers.add(request.tokens.__array_interface__["data"][0])
-    assert len(buffers) <= 20  # one per doubling, not one per token
+def test_leaving_and_entering_again_keeps_tokens_and_logprobs_and_gives_up_what_was_computed():
+    request = request_of(1, [5, 6, 7], max_tokens=9)
+    table = running(request, num_computed=3)
+    table.append(np.array([1]), np.array([8], np.int32), np.array([-0.25], np.float32))
+    assert (request.num_tokens, request.num_generated, request.num_uncomputed) == (4, 1, 1)
+    assert (request.token_at(3), request.logprob_at(3)) == (8, -0.25)
+    assert request.leave() == RequestHandle(1, 5)
+    assert (request.num_computed, request.token_at(3), request.logprob_at(3)) == (0, 8, -0.25)
+    running(request, num_computed=2)
+    assert (request.tokens.tolist(), request.logprobs.tolist(), request.num_computed) == ([5, 6, 7, 8], [-0.25], 2)
 
 
 def test_the_callers_prompt_array_may_change_afterwards():
@@ -84,9 +98,9 @@ def test_a_stop_token_as_the_last_allowed_token_is_a_stop():
 
 def test_a_request_that_only_scores_ends_when_its_prompt_is_through():
     request = request_of(1, 3, max_tokens=0)
-    request.num_computed = 2
+    table = running(request, num_computed=2)
     assert request.ended() is None
-    request.num_computed = 3
+    table.num_computed[1] = 3
     assert request.ended() == "length"
 
 
