@@ -21,6 +21,9 @@ from kv_control.prefix_index import PageNode
 from kv_control.request import Request, RequestStatus
 from kv_control.request_table import RequestTable
 
+NEVER = np.iinfo(np.int64).max
+"""``num_published`` of a request that offers no more pages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -105,13 +108,16 @@ class Admission:
         return Shared(tuple(nodes[:usable]), None, usable * page, usable, at_most, logprobs)
 
     def page_keys(self, request: Request, tokens: NDArray[np.int32]) -> list[bytes]:
-        """The chained keys of all whole pages of ``tokens``, kept with the request as far as they go."""
+        """The chained keys of all whole pages of ``tokens``, the request's own; kept with it, and maybe more of them."""
         index, namespace = self._control.prefix_index, self._control.prefix_namespace
         assert index is not None and namespace is not None
         if request.keys_namespace != namespace:
             request.keys_namespace, request.page_keys = namespace, []
-        request.page_keys = index.page_keys(namespace, tokens, request.page_keys)
-        return request.page_keys
+        keys = request.page_keys
+        if len(tokens) // self._tokens_per_page > len(keys):
+            last = keys[-1] if keys else namespace
+            keys += index.page_keys(last, tokens[len(keys) * self._tokens_per_page :])
+        return keys
 
     # --- whether it fits -----------------------------------------------------------------------------------
 
@@ -175,13 +181,13 @@ class Admission:
             return
         first, last = int(table.num_published[handle.row]), full_pages(num_computed, page)
         keys = self.page_keys(request, table.tokens[handle.row, : last * page])
+        table.num_published[handle.row] = last
         for i in range(first, last):
             tokens = table.tokens[handle.row, i * page : (i + 1) * page]
             if not self._control.publish(handle, keys[i], tokens, self._page_logprobs(request, i)):
-                last = np.iinfo(np.int64).max  # nothing below an unpublished page can be found: do not try again
+                table.num_published[handle.row] = NEVER  # below an unpublished page nothing can be found
                 break
-        table.num_published[handle.row] = last
-        self._computed(request, keys[first:])
+        self._computed(request, keys[first:last])
 
     def _page_logprobs(self, request: Request, i: int) -> NDArray[np.float32] | None:
         """float32 ``[tokens_per_page]``, the logprobs of a page's tokens, where the request knows them all."""
@@ -189,4 +195,6 @@ class Admission:
         if begin < num_prompt and request.num_known_prompt_logprobs < min(end, num_prompt):
             return None
         row = self._table.logprobs[request.handle.row]  # type: ignore[union-attr]
-        return np.concatenate([request.prompt_logprobs[begin:end], row[max(begin, num_prompt) : end]])
+        if begin >= num_prompt:
+            return row[begin:end]
+        return np.concatenate([request.prompt_logprobs[begin:end], row[num_prompt:end]])

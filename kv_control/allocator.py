@@ -89,6 +89,12 @@ class PageAllocator:
         """
         self._references[self._held(pages, "retain")] += 1
 
+    def retain_one(self, page: int) -> None:
+        """``retain`` of a single page, for those who do it once per page of every prompt."""
+        if not 0 <= page < self.num_pages or not self._references[page]:
+            self.retain([page])
+        self._references[page] += 1
+
     def free(self, pages: ArrayLike) -> NDArray[np.int32]:
         """Give up one hold on each page. A page named twice in one call is given up once.
 

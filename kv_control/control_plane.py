@@ -39,6 +39,7 @@ class _Current:
 
     reservation: Reservation
     num_added: Int64
+    length: Int64
     scrubbed: ScrubbedReservation | None = None
     plan: StepPlan | None = None
 
@@ -233,10 +234,11 @@ class ControlPlane:
           PageStateError: a slot of the page is not written yet.
         """
         position = (len(self.sharing.path(handle.row)) + 1) * self.layout.tokens_per_page
-        if self.num_written(handle) < position:
+        written = int(self._written[handle.row]) if self.page_map.is_live(handle) else self.num_written(handle)
+        if written < position:
             raise PageStateError(
-                f"row {handle.row}: a page ending at token {position} is published, but only "
-                f"{self.num_written(handle)} tokens are written"
+                f"row {handle.row}: a page ending at token {position} is published, but only {written} tokens are "
+                "written"
             )
         return self.sharing.publish(handle, key, tokens, token_logprobs)
 
@@ -307,7 +309,7 @@ class ControlPlane:
         self._note_unscrubbed(pages)
         self._serial += 1
         reservation = Reservation(batch, self._dirty_held(), self.sharing.pending_copies, self._serial)
-        self._current = _Current(reservation, added)
+        self._current = _Current(reservation, added, length)
         return reservation
 
     def confirm_scrubbed(self, reservation: Reservation) -> ScrubbedReservation:
@@ -342,8 +344,8 @@ class ControlPlane:
         if current.plan is not None:
             raise PageStateError(f"reservation {scrubbed.serial} was planned already")
         batch = scrubbed.slices
-        length = self._check_step(batch)
-        needed = pages_for_tokens(length, self.layout.tokens_per_page)
+        self.page_map.require_live(batch.rows, batch.epochs)
+        needed = pages_for_tokens(current.length, self.layout.tokens_per_page)
         token_rung = self.token_ladder.rung(max(len(batch.tokens), min_token_rung))
         rows_padded = self.row_rung(token_rung)
         capacity = self.index_capacity(rows_padded)
@@ -377,7 +379,8 @@ class ControlPlane:
         current = self._current
         if current is None or current.plan is not plan:
             raise PageStateError("this plan was committed already, or a later reservation superseded it")
-        self._written[plan.slices.rows] = self._check_step(plan.slices)
+        self.page_map.require_live(plan.slices.rows, plan.slices.epochs)
+        self._written[plan.slices.rows] = current.length
         self._current = None
 
     def cancel(self, reservation: Reservation) -> Int32:

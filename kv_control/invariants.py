@@ -131,6 +131,8 @@ def _check_sharing(control: ControlPlane) -> None:
             raise InvariantError(f"row {row} published or adopted {len(path)} pages, which are not all written")
         if any(node.parent is not above for node, above in zip(path, [None, *path], strict=False)):
             raise InvariantError(f"row {row} locks pages that are no chain")
+        if [node.page for node in path] != control.page_map.table[row, : len(path)].tolist():
+            raise InvariantError(f"row {row} locks other cached pages than it reads")
         locks.update(id(node) for node in path)
     wrong = [node.page for node in index.nodes() if node.num_locks != locks[id(node)]]
     if wrong:

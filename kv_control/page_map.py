@@ -136,6 +136,10 @@ class PageMap:
         row = self._row(handle)
         return self._table[row, : self._counts[row]].copy()
 
+    def page_at(self, row: int, i: int) -> int:
+        """The ``i``-th page of a row; ``NO_PAGE`` where it has fewer."""
+        return int(self._table[row, i])
+
     def num_pages(self, handle: RequestHandle) -> int:
         """Pages the request holds."""
         return int(self._counts[self._row(handle)])
@@ -144,6 +148,12 @@ class PageMap:
         """Add pages at the end of a request's list."""
         added = np.asarray(pages, np.int32)
         self.extend_rows(np.array([self._row(handle)]), np.array([len(added)]), added)
+
+    def replace(self, handle: RequestHandle, i: int, page: int) -> None:
+        """Let the request's ``i``-th page be another one."""
+        self._table[self._row(handle), i] = page
+        self._versions[handle.row] += 1
+        self._block_epoch += 1
 
     def truncate(self, handle: RequestHandle, num_pages: int) -> Int32:
         """Keep the first ``num_pages`` pages; returns the others, int32, in order."""
@@ -172,8 +182,10 @@ class PageMap:
         Raises:
           StaleHandleError: one of them has been released; it is named.
         """
-        known = (rows >= 0) & (rows < len(self._epochs))
-        stale = ~known | (self._epochs[np.where(known, rows, 0)] != epochs)
+        if len(rows) == 0 or (rows.min() >= 0 and rows.max() < len(self._epochs)):
+            stale = self._epochs[rows] != epochs
+        else:
+            stale = (rows < 0) | (rows >= len(self._epochs))
         if stale.any():
             i = int(stale.argmax())
             raise _stale(RequestHandle(int(rows[i]), int(epochs[i])))

@@ -341,8 +341,8 @@ class Scheduler:
         self.control.counters.num_generated_tokens += len(rows)
         if self.control.prefix_index is not None:
             self._publish(batch.rows[here], end[here])
-        stops = np.isin(tokens, self._all_stop_ids()) & (table.num_tokens[rows] >= table.may_stop_at[rows])
-        done = rows[stops | (table.num_tokens[rows] >= table.end_at[rows])]
+        num_tokens = table.num_tokens[rows]
+        done = rows[self._stops(tokens) & (num_tokens >= table.may_stop_at[rows]) | (num_tokens >= table.end_at[rows])]
         silent = batch.rows[here & ~batch.samples]  # the end of a prompt that is only scored
         for row in [*done.tolist(), *silent[table.num_computed[silent] >= table.end_at[silent]].tolist()]:
             request = self._by_row[row]
@@ -445,8 +445,16 @@ class Scheduler:
             self._rows = np.array([handle.row for handle in handles if handle is not None], np.int64)
         return self._rows
 
+    def _stops(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool ``[len(tokens)]``, whether each can end any of the running requests."""
+        stops = self._all_stop_ids()
+        if not len(stops):
+            return np.zeros(len(tokens), np.bool_)
+        found: NDArray[np.bool_] = stops[np.minimum(stops.searchsorted(tokens), len(stops) - 1)] == tokens
+        return found
+
     def _all_stop_ids(self) -> NDArray[np.int32]:
-        """int32, tokens that can end any of the running requests."""
+        """int32, tokens that can end any of the running requests, in order."""
         if self._stop_ids is None:
             sets = {request.stop_token_ids for request in self._running.values() if not request.ignore_eos}
             stops = sorted(frozenset().union(*sets))

@@ -36,8 +36,8 @@ class PageSharing:
     """Holds on shared pages, beside those that rows have in the page map.
 
     A page's holders are: each row that lists it, the prefix index where a node names it, and a pending copy that
-    reads it. Every row remembers the chain of nodes that describes its leading pages and keeps it locked, also where
-    a node names another page of the same content than the row holds: so whoever locks a node locks its parents.
+    reads it. Every row remembers the chain of nodes that name its leading pages and keeps it locked: so whoever locks
+    a node locks its parents, and what is locked is read.
 
     Args:
       index: the prefix index; None where it is switched off (groups still share).
@@ -123,7 +123,8 @@ class PageSharing:
         tokens: Int32,
         token_logprobs: NDArray[np.float32] | None,
     ) -> bool:
-        """Offer the row's next page, whose every slot is written, to the index.
+        """Offer the row's next page, whose every slot is written, to the index. Where the index has a page of this
+        content already, the row reads that one from now on and gives up its own.
 
         Args:
           tokens: int32 ``[tokens_per_page]``. token_logprobs: float32 beside them, where all are known.
@@ -134,7 +135,7 @@ class PageSharing:
         if self.index is None:
             return False
         path = self._paths.setdefault(handle.row, [])
-        page = int(self._page_map.table[handle.row, len(path)])
+        page = self._page_map.page_at(handle.row, len(path))
         parent = path[-1] if path else None
         if parent is not None and not parent.live:
             return False
@@ -143,7 +144,11 @@ class PageSharing:
         if node is None:
             return False
         if self.index.num_nodes > num_nodes:
-            self._allocator.retain([page])
+            self._allocator.retain_one(page)
+        elif node.page != page:
+            self._allocator.retain_one(node.page)
+            self._page_map.replace(handle, len(path), node.page)
+            self._allocator.free([page])
         self.index.lock([node])
         path.append(node)
         return True

@@ -27,6 +27,7 @@ from kv_control.scheduler import Scheduler
 
 VOCAB_SIZE = 50
 UNWRITTEN = -7  # what a slot holds before anyone wrote it
+NAMESPACE = b"a namespace's digest"
 POISON = -9  # what a slot holds once its page was freed
 
 
@@ -65,6 +66,7 @@ def control_of(
     max_num_seqs: int = 4,
     max_model_len: int = 64,
     max_tokens: int = 64,
+    prefix_cache: bool = False,
 ) -> ControlPlane:
     """A small control plane; `max_tokens` is the largest step."""
     return ControlPlane(
@@ -72,6 +74,7 @@ def control_of(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         token_ladder=token_ladder(max_tokens),
+        prefix_namespace=NAMESPACE if prefix_cache else None,
     )
 
 
@@ -96,6 +99,7 @@ class HostEngine:
         if reservation is None:
             return None
         self.slots[reservation.dirty_pages] = UNWRITTEN
+        self.slots[reservation.copies[1]] = self.slots[reservation.copies[0]]
         plan = self.control.plan(self.control.confirm_scrubbed(reservation))
         table = plan.table
         fed = np.concatenate([np.zeros(0, np.int32), *(piece.tokens for piece in slices)])
