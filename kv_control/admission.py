@@ -108,7 +108,7 @@ class Admission:
         return Shared(tuple(nodes[:usable]), None, usable * page, usable, at_most, logprobs)
 
     def page_keys(self, request: Request, tokens: NDArray[np.int32]) -> list[bytes]:
-        """The chained keys of all whole pages of ``tokens``, the request's own; kept with it, and maybe more of them."""
+        """The chained keys of all whole pages of ``tokens``, the request's own (or of more, where it had more)."""
         index, namespace = self._control.prefix_index, self._control.prefix_namespace
         assert index is not None and namespace is not None
         if request.keys_namespace != namespace:
@@ -196,5 +196,6 @@ class Admission:
             return None
         row = self._table.logprobs[request.handle.row]  # type: ignore[union-attr]
         if begin >= num_prompt:
-            return row[begin:end]
+            generated: NDArray[np.float32] = row[begin:end]
+            return generated
         return np.concatenate([request.prompt_logprobs[begin:end], row[num_prompt:end]])

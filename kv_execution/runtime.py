@@ -183,6 +183,7 @@ class PagedRuntime:
         self.model = model
         self.control = control
         self.params = params
+        self.params_revision = 0
         self.run_key = run_key
         self._backend = backend
         self._decode = decode or DecodeDispatch(fused_kernel=f"the {backend} backend has no split-KV")
@@ -276,6 +277,7 @@ class PagedRuntime:
           The cached pages that were forgotten.
         """
         self.params = params
+        self.params_revision += 1
         return self.reset_prefix_cache(prefix_namespace)
 
     def reset_prefix_cache(self, prefix_namespace: bytes | None = None) -> int:

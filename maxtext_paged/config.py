@@ -71,7 +71,15 @@ class PagedOptions(BaseModel):
         description="Longest piece of one prompt that runs in one step. 0: whatever the step has room for.",
     )
     paged_enable_prefix_cache: bool = Field(
-        False, description="Share pages between requests with equal prefixes. Not built yet: true is refused."
+        False,
+        description="Keep whole pages of ended requests while there is room, and share them between requests with "
+        "equal prefixes; requests that arrive together wait for the first to compute what they share. Emptied when "
+        "weights are exchanged.",
+    )
+    paged_tenant: str = Field(
+        "",
+        description="Whose prompts this engine serves: cached pages are shared within one tenant only. A setting of "
+        "the engine's owner; rows cannot choose it.",
     )
     paged_backend: Literal["auto", "reference", "native", "triton", "aiter", "flashinfer"] = Field(
         "auto", description="Attention kernels. auto: the best that is built for the platform."
@@ -122,13 +130,10 @@ class PagedOptions(BaseModel):
     def checked(cls, values: dict[str, Any]) -> PagedOptions:
         """Validate, turning pydantic's report into one line per option."""
         try:
-            options = cls(**values)
+            return cls(**values)
         except ValidationError as error:
             lines = [f"{'.'.join(map(str, item['loc']))}={item['input']!r}: {item['msg']}" for item in error.errors()]
             raise ConfigError("; ".join(lines)) from None
-        if options.paged_enable_prefix_cache:
-            raise ConfigError("paged_enable_prefix_cache=true: the prefix cache is not built yet; leave it false")
-        return options
 
 
 def _has(config: Any, name: str) -> bool:

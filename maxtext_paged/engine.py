@@ -116,6 +116,10 @@ class PagedMaxEngine(MaxEngine):
         """Exchange the weights from the next step on, scanned or not. Nothing compiles."""
         self._started().update_params(params)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached page; returns how many there were."""
+        return self._started().reset_prefix_cache()
+
     # --- requests that the driver runs --------------------------------------------------------------------
 
     def prefill_paged(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from kv_common.errors import ConfigError, KvCacheError, UnsupportedError
 from kv_control.plan import SamplingSpec
 from kv_control.request import FinishReason
+from kv_execution.runtime import RuntimeMetrics
 from maxtext_paged.batch_rows import BatchRows
 from maxtext_paged.dense import check_dense_engine
 from maxtext_paged.imports import import_dense_engine
@@ -168,6 +169,16 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         self.worker.update_params(params)
         self.params = self.worker.session.runtime.params
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached page (``update_params`` does so by itself); returns how many there were."""
+        self._paged_only("reset_prefix_cache")
+        return self._running_session().reset_prefix_cache()
+
+    def metrics(self) -> RuntimeMetrics:
+        """What the engine did so far: pages, sharing, preemptions, steps and programs."""
+        self._paged_only("metrics")
+        return self._running_session().runtime.metrics()
+
     def batch_inference(
         self,
         data: Iterable[Any],
@@ -208,7 +219,7 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         session = self._running_session()
         rows = BatchRows(data, defaults=self._defaults, ignore_eos=ignore_eos, **options)
         self.rng = self.rng if rng is None else rng
-        started, before = time.monotonic(), replace(session.driver.metrics)
+        started, before = time.monotonic(), session.driver.metrics
         results = self.worker.run_inference(rows, rng) + rows.unreadable
         results.sort(key=lambda result: result.row.index)
         self._report(desc, results, time.monotonic() - started, before)
@@ -237,6 +248,10 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
     def _dense_only(self, name: str) -> None:
         if self._paged:
             raise UnsupportedError(f"{name}: attention=gpu_paged neither pads, sorts nor cuts rows")
+
+    def _paged_only(self, name: str) -> None:
+        if not self._paged:
+            raise UnsupportedError(f"{name}: only with attention=gpu_paged")
 
     def _running_session(self) -> PagedSession:
         if self.session is None:

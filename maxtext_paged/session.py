@@ -29,6 +29,7 @@ from kv_execution.runtime import PagedRuntime
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
 from maxtext_paged.loading import load_params, params_from_tree
 from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
 from maxtext_paged.sizing import PoolSize, pool_size
 
@@ -90,7 +91,19 @@ class PagedSession:
                 f"{scheduler.num_running} requests run and {scheduler.num_waiting} wait: finish or cancel them before "
                 "update_params"
             )
-        self.runtime.update_params(params_from_tree(self.model, params))
+        params, namespace = params_from_tree(self.model, params), None
+        if self.control.prefix_index is not None:
+            revision = self.runtime.params_revision + 1
+            namespace = prefix_namespace(self.model, self.options, params, revision=revision)
+        cleared = self.runtime.update_params(params, prefix_namespace=namespace)
+        if cleared:
+            logger.info("update_params: %d cached pages of the old weights were forgotten", cleared)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached page. Running requests keep theirs. Returns how many pages the cache held."""
+        cleared = self.runtime.reset_prefix_cache()
+        logger.info("prefix cache: %s, %d pages forgotten", _on_or_off(self.control), cleared)
+        return cleared
 
     def set_rng(self, rng: Any) -> None:
         """Sample from another run key (``jax.random.key`` or ``PRNGKey``) from the next step on; no step recompiles."""
@@ -101,6 +114,18 @@ class PagedSession:
         for leaf in jax.tree.leaves(self.runtime.pools):
             if not leaf.is_deleted():
                 leaf.delete()
+
+
+def prefix_namespace(model: MaxTextPagedModel, options: PagedOptions, params: Any, *, revision: int) -> bytes:
+    """The digest under which a session with these weights caches pages."""
+    config = model.config
+    tokenizer = f"{config.tokenizer_type} {config.tokenizer_path}"
+    return cache_namespace(model, options, params, revision=revision, tokenizer=tokenizer).digest()
+
+
+def _on_or_off(control: ControlPlane) -> str:
+    digest = control.prefix_namespace
+    return "off" if digest is None else f"on, namespace {digest.hex()[:12]}"
 
 
 def run_key(rng: Any, mesh: Mesh) -> jax.Array:
@@ -196,11 +221,16 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
     """Load weights, allocate pools and start the loop; arguments as in ``open_session``."""
     options, model, layout = assembly.options, assembly.model, assembly.model.layout
     max_num_seqs, max_model_len = assembly.max_num_seqs, int(assembly.config.max_target_length)
+    params = load_params(model) if params is None else params_from_tree(model, params)
+    namespace = None
+    if options.paged_enable_prefix_cache:
+        namespace = prefix_namespace(model, options, params, revision=0)
     control = ControlPlane(
         layout,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         token_ladder=token_ladder(options.paged_max_num_batched_tokens),
+        prefix_namespace=namespace,
     )
     logger.info(
         "KV pool: %d pages of %d tokens, %d layers, %s, %.1f MiB a device, %.1f MiB in all (%s)",
@@ -212,9 +242,10 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
         layout.total_pool_bytes() / 2**20,
         assembly.pool.reason,
     )
+    logger.info("prefix cache: %s", _on_or_off(control))
     runtime = PagedRuntime(
         model,
-        load_params(model) if params is None else params_from_tree(model, params),
+        params,
         control,
         run_key=run_key(rng, model.mesh),
         backend=assembly.backend.name,

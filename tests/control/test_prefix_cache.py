@@ -233,7 +233,7 @@ def test_pages_of_ended_requests_stay_until_room_is_needed_and_then_go():  # CAS
 def test_four_requests_with_a_common_prefix_run_together_in_a_pool_that_could_hold_one_and_a_half():  # CASES 51
     loop = cached_loop(12)
     prefix = tokens_of((1, 24))
-    run(loop, request_of(9, prefix + [1], max_tokens=1))
+    run(loop, request_of(9, [*prefix, 1], max_tokens=1))
     requests = [request_of(i, prefix + tokens_of((i + 2, 2)), max_tokens=2) for i in range(4)]
     for request in requests:
         loop.scheduler.submit(request)

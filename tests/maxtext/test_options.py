@@ -93,7 +93,6 @@ def test_maxtexts_own_enums_are_read_as_what_they_mean() -> None:
         ({"paged_num_pages": -1}, "paged_num_pages=-1"),
         ({"paged_backend": "cuda"}, "paged_backend='cuda'"),
         ({"paged_kv_dtype": "int3"}, "paged_kv_dtype='int3'"),
-        ({"paged_enable_prefix_cache": True}, "paged_enable_prefix_cache=true"),
         ({"paged_attention_native": 7}, "paged_attention_native='7'|paged_attention_native=7"),
     ],
 )
