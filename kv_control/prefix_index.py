@@ -24,8 +24,12 @@ _STALE_ENTRIES = 4
 
 
 def hash_page(parent: bytes, tokens: bytes) -> bytes:
-    """The key of a page: cryptographic, chained from its parent's (at the root: the namespace's digest)."""
-    return hashlib.blake2b(tokens, digest_size=16, key=parent[:64]).digest()
+    """The key of a page, 32 bytes: cryptographic, chained from its parent's (at the root: the namespace's digest).
+
+    Tokens are compared on a hit, namespaces are not: nothing but this key keeps tenants apart, so all of ``parent``
+    goes in, behind its length.
+    """
+    return hashlib.blake2b(len(parent).to_bytes(8, "little") + parent + tokens, digest_size=32).digest()
 
 
 class PageNode:
@@ -36,7 +40,8 @@ class PageNode:
       page: the page of the pool that holds it.
       tokens: its token ids, int32 little-endian.
       num_children: nodes below it. num_locks: rows that read it; never fewer than of any child.
-      last_used: the index's counter when it was last used; without locks, never less than any child's.
+      last_used: the index's counter when it or something below it was last used. Never less than an unlocked child's;
+        between two locked nodes it may lag, and catches up when the child is unlocked.
       token_logprobs: float32 ``[tokens_per_page]``, each token's logprob given all before it, once somebody computed
         them (NaN only at position 0); None before.
       live: whether it can be found; False once evicted or withdrawn.
@@ -171,10 +176,18 @@ class PrefixIndex:
         return found
 
     def touch(self, nodes: Sequence[PageNode]) -> None:
-        """Make a chain of live nodes the most recently used one."""
+        """Make a chain, and all that it hangs from, the most recently used one.
+
+        Raises:
+          PageStateError: a node was evicted or withdrawn; nothing has changed.
+        """
+        _require_live(nodes, "touched")
         self._clock += 1
         for node in nodes:
-            node.last_used = self._clock
+            above: PageNode | None = node
+            while above is not None and above.last_used != self._clock:
+                above.last_used = self._clock
+                above = above.parent
             self._enqueue(node)
 
     # --- locks -------------------------------------------------------------------------------------------
@@ -185,9 +198,7 @@ class PrefixIndex:
         Raises:
           PageStateError: a node was evicted or withdrawn; nothing has changed.
         """
-        for node in nodes:
-            if not node.live:
-                raise PageStateError(f"page {node.page} left the prefix index: it cannot be locked")
+        _require_live(nodes, "locked")
         for node in nodes:
             self._num_locked += node.num_locks == 0
             node.num_locks += 1
@@ -199,15 +210,17 @@ class PrefixIndex:
           int32, pages of withdrawn nodes that nobody reads any more: the index holds them no longer.
 
         Raises:
-          InvariantError: a node was not locked.
+          InvariantError: a node was not locked; nothing has changed.
         """
+        for node in nodes:
+            _require(node.num_locks > 0, node, "is unlocked once too often")
         dropped = []
         for node in reversed(nodes):
-            if node.num_locks < 1:
-                raise InvariantError(f"page {node.page} of the prefix index is unlocked once too often")
             node.num_locks -= 1
             if node.num_locks == 0:
                 self._num_locked -= 1
+                if node.parent is not None:  # still locked itself: `publish` stops below it
+                    node.parent.last_used = max(node.parent.last_used, node.last_used)
                 if self._orphans.pop(id(node), None) is not None:
                     dropped.append(node.page)
                 else:
@@ -243,8 +256,10 @@ class PrefixIndex:
             self._clock += 1
             node = self._nodes[key] = PageNode(key, parent, page, data, self._clock)
             above = parent
-            while above is not None and not above.num_locks:  # locked ones are touched when their row leaves
+            while above is not None:
                 above.last_used = self._clock
+                if above.num_locks:  # `unlock` takes it further up: a long chain is not walked once per page
+                    break
                 above = above.parent
             if parent is not None:
                 parent.num_children += 1
@@ -277,19 +292,15 @@ class PrefixIndex:
             return _NO_PAGES
         below = {id(node)}
         doomed = [node]
-        for other in self._nodes.values():
-            chain = []
-            above: PageNode | None = other
-            while above is not None and id(above) not in below:
-                chain.append(above)
-                above = above.parent
-            if above is not None and chain:
-                below.update(id(one) for one in chain)
-                doomed += reversed(chain)
+        for other in self._nodes.values():  # in the order of publishing: a parent comes before its children
+            if other.parent is not None and id(other.parent) in below:
+                below.add(id(other))
+                doomed.append(other)
         return self._forget(doomed)
 
     def clear(self) -> Int32:
         """``withdraw`` of everything."""
+        self._queue.clear()
         return self._forget(list(self._nodes.values()))
 
     def _forget(self, nodes: Sequence[PageNode]) -> Int32:
@@ -345,9 +356,12 @@ class PrefixIndex:
                 continue
             children[id(above)] = children.get(id(above), 0) + 1
             _require(above.live and self._nodes.get(above.key) is above, node, "has a parent that is not there")
-            _require(above.num_locks >= node.num_locks, node, "has more locks than its parent")
-            _require(above.num_locks > 0 or above.last_used >= node.last_used, node, "was used after its parent")
+            _require(node.num_locks > 0 or above.last_used >= node.last_used, node, "was used after its parent")
             _require(self._hash_page(above.key, node.tokens) == node.key, node, "has another key than its chain")
+        for node in self.nodes():
+            _require(
+                node.parent is None or node.parent.num_locks >= node.num_locks, node, "has more locks than its parent"
+            )
         queued = {id(node) for used, _, node in self._queue if used == node.last_used}
         for key, node in self._nodes.items():
             _require(node.live and node.key == key, node, "is listed and cannot be found")
@@ -360,6 +374,12 @@ class PrefixIndex:
         pages = [node.page for node in self.nodes()]
         if len(set(pages)) < len(pages):
             raise InvariantError(f"two nodes of the prefix index name one page: {sorted(pages)}")
+
+
+def _require_live(nodes: Sequence[PageNode], verb: str) -> None:
+    for node in nodes:
+        if not node.live:
+            raise PageStateError(f"page {node.page} left the prefix index: it cannot be {verb}")
 
 
 def _require(holds: bool, node: PageNode, law: str) -> None:
