@@ -53,6 +53,7 @@ class PageSharing:
         self._tokens_per_page = tokens_per_page
         self._paths: dict[int, list[PageNode]] = {}
         self._num_adopted: dict[int, int] = {}
+        self._closed: set[int] = set()  # rows that offer no more pages
 
     @property
     def num_evictable(self) -> int:
@@ -96,7 +97,9 @@ class PageSharing:
             self._allocator.retain(pages[whole : whole + 1])
             self.copies.append(PageCopy(int(pages[whole]), int(copy[0]), target.row))
         path = list(self.path(source.row)[:whole])
-        if self.index is not None and path:
+        if source.row in self._closed or not all(node.live for node in path):
+            self._closed.add(target.row)  # withdrawn pages: neither row offers them again
+        elif self.index is not None and path:
             self.index.lock(path)
             self._paths[target.row] = path
             self._num_adopted[target.row] = len(path)
@@ -132,16 +135,18 @@ class PageSharing:
         Returns:
           False when the chain ends here for this row: its parent was withdrawn, or another content has its key.
         """
-        if self.index is None:
+        if self.index is None or handle.row in self._closed:
             return False
         path = self._paths.setdefault(handle.row, [])
         page = self._page_map.page_at(handle.row, len(path))
         parent = path[-1] if path else None
         if parent is not None and not parent.live:
+            self._closed.add(handle.row)
             return False
         num_nodes = self.index.num_nodes
         node = self.index.publish(parent, key, tokens, page, token_logprobs)
         if node is None:
+            self._closed.add(handle.row)
             return False
         if self.index.num_nodes > num_nodes:
             self._allocator.retain_one(page)
@@ -169,6 +174,7 @@ class PageSharing:
         for copy in [copy for copy in self.copies if copy.row == row]:
             self.copies.remove(copy)
             freed.append(self._allocator.free([copy.source]))
+        self._closed.discard(row)
         path = self._paths.pop(row, [])
         self._num_adopted.pop(row, None)
         if self.index is not None and path:

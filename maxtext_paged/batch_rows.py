@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kv_common.errors import RequestError
 from kv_control.plan import SamplingSpec
 from maxtext_paged.imports import import_dense_engine
-from maxtext_paged.rows import Row, RowResult, row_seed
+from maxtext_paged.rows import MAX_SAMPLES, Row, RowResult, row_seed
 from maxtext_paged.tokenizer import as_token_ids
 
 InputData = import_dense_engine().InputData
@@ -45,6 +45,7 @@ class BatchRows:
         ignore_eos: bool = False,
         sampling: PerRow = None,
         seed: PerRow = None,
+        n: int = 1,
     ) -> None:
         """Check what concerns the call as a whole; arguments and errors as in ``OfflineEngine.batch_inference``.
 
@@ -57,6 +58,9 @@ class BatchRows:
         _check_unique(self._ids)
         self._defaults = defaults
         self._ignore_eos = ignore_eos
+        if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
+            raise ValueError(f"n={n!r}: must be a whole number in 1..{MAX_SAMPLES}")
+        self._n = n
         self._max_tokens = self._per_row("max_tokens", max_tokens, operator.index)
         self._min_tokens = self._per_row("min_tokens", min_tokens, operator.index)
         self._seeds = self._per_row("seed", seed, operator.index)
@@ -85,6 +89,7 @@ class BatchRows:
                 sampling=replace(self._sampling[place] or self._defaults, seed=row_seed(self._seeds[place], place)),
                 ignore_eos=self._ignore_eos,
                 want_prompt_logprobs=True,
+                n=self._n,
             )
 
     def _set_aside(self, place: int, error: str) -> None:

@@ -81,6 +81,12 @@ class PagedOptions(BaseModel):
         description="Whose prompts this engine serves: cached pages are shared within one tenant only. A setting of "
         "the engine's owner; rows cannot choose it.",
     )
+    paged_file_order: Literal["auto", "input", "prefix"] = Field(
+        "auto",
+        description="Order in which the rows of a file or a list are started. prefix: within windows of the input, "
+        "rows that share a beginning side by side, families with long outputs first. auto: prefix where the prefix "
+        "cache is on. Results do not depend on it.",
+    )
     paged_backend: Literal["auto", "reference", "native", "triton", "aiter", "flashinfer"] = Field(
         "auto", description="Attention kernels. auto: the best that is built for the platform."
     )

@@ -11,7 +11,7 @@ A line is one JSON object with exactly one of ``prompt``, ``messages`` and ``tok
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, BinaryIO, NoReturn
@@ -31,7 +31,7 @@ class InputRow:
       index: 0-based among the rows. line: 1-based in the file, blank lines counted.
       id: the caller's name for it, or None.
       prompt, messages, tokens: exactly one is not None.
-      max_tokens ... min_tokens: as given; None where the row is silent.
+      max_tokens ... n: as given; None where the row is silent.
     """
 
     index: int
@@ -49,6 +49,7 @@ class InputRow:
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    n: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,16 @@ class BadRow:
     line: int
     error: RowError
     id: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a row's samples, as its record says it; ``text`` is None exactly where ``error`` is not."""
+
+    text: str | None
+    token_ids: Sequence[int]
+    finish_reason: FinishReason
+    error: RowError | None = None
 
 
 class _Refused(Exception):
@@ -240,6 +251,7 @@ def record(
     finish_reason: FinishReason = "error",
     usage: Usage | None = None,
     error: RowError | None = None,
+    choices: Sequence[Choice] = (),
 ) -> dict[str, Any]:
     """What is written about a row, the same keys whatever became of it.
 
@@ -250,11 +262,13 @@ def record(
       token_ids: the completion's ids, with it.
       usage: None counts nothing.
       error: why it failed; a ``BadRow`` brings its own.
+      choices: where the row asked for several samples; then the record has the key ``choices`` too, and what stands
+        beside it is the first one's.
     """
     if isinstance(row, BadRow):
         error = row.error
     usage = usage or Usage(0, 0)
-    return {
+    written: dict[str, Any] = {
         "id": row.id,
         "index": row.index,
         "line": row.line,
@@ -265,9 +279,26 @@ def record(
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.total_tokens,
+            "cached_tokens": usage.cached_tokens,
         },
-        "error": None if error is None else {"message": error.message, "type": error.type, "code": error.code},
+        "error": _error(error),
     }
+    if choices:
+        written["choices"] = [
+            {
+                "index": index,
+                "text": None if choice.error is not None else choice.text,
+                "token_ids": [int(token) for token in choice.token_ids],
+                "finish_reason": "error" if choice.error is not None else choice.finish_reason,
+                "error": _error(choice.error),
+            }
+            for index, choice in enumerate(choices)
+        ]
+    return written
+
+
+def _error(error: RowError | None) -> dict[str, str] | None:
+    return None if error is None else {"message": error.message, "type": error.type, "code": error.code}
 
 
 # JSON leaves these as they are, but many readers of lines (str.splitlines among them) end a line there.

@@ -80,6 +80,7 @@ class Intake:
             stop_token_ids=frozenset(source.stop_token_ids or ()),
             ignore_eos=bool(source.ignore_eos),
             min_tokens=source.min_tokens or 0,
+            n=source.n or 1,
         )
 
     def _tokens(self, source: InputRow) -> list[int]:

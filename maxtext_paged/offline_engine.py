@@ -52,13 +52,16 @@ class CompletionOutput(maxtext_engine.CompletionOutput):  # type: ignore[name-de
         position 0, and wherever a failed row has none.
       prompt_length: tokens of the prompt; splits both arrays.
       finish_reason: "stop", "length", "cancelled" or "error".
-      usage: its tokens, and how often it was preempted.
+      usage: its tokens, what the cache had of them, and how often it was preempted.
       error: why, where the reason is "error".
+      samples: where several were asked for: one output each, in order; the fields beside them are the first one's, but
+        ``finish_reason`` and ``error`` tell of any that failed.
     """
 
     finish_reason: FinishReason
     usage: Usage
     error: str | None = None
+    samples: tuple[CompletionOutput, ...] = ()
 
     @classmethod
     def of(cls, result: RowResult) -> CompletionOutput:
@@ -71,6 +74,7 @@ class CompletionOutput(maxtext_engine.CompletionOutput):  # type: ignore[name-de
             finish_reason=result.finish_reason,
             usage=result.usage,
             error=result.error,
+            samples=tuple(map(cls.of, result.samples)),
         )
 
 
@@ -190,6 +194,7 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         ignore_eos: bool = False,
         sampling: SamplingSpec | Sequence[SamplingSpec | None] | None = None,
         seed: int | Sequence[int | None] | None = None,
+        n: int = 1,
     ) -> list[CompletionOutput]:
         """Complete every row; outputs come in input order, one per row, whatever failed.
 
@@ -205,6 +210,8 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
           sampling: instead of ``decode_sampling_*``, for all rows or one per row; seeds come from ``seed``.
           seed: of each row's samples; one number for all rows means the same stream for each. None makes one from
             the row's place in the call.
+          n: samples of every row, under one seed but from different streams; they share the prompt's pages. With more
+            than one, outputs carry ``samples``.
 
         Raises:
           ValueError: two rows share an id (as text, for that is how outputs carry it), or an argument has another
@@ -212,15 +219,16 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         """
         options = {"max_tokens": max_tokens, "min_tokens": min_tokens, "sampling": sampling, "seed": seed}
         if not self._paged:
-            asked = [name for name, value in {**options, "ignore_eos": ignore_eos or None}.items() if value is not None]
+            flags = {"ignore_eos": ignore_eos or None, "n": None if n == 1 else n}
+            asked = [name for name, value in {**options, **flags}.items() if value is not None]
             if asked:
                 raise UnsupportedError(f"{', '.join(asked)}: only with attention=gpu_paged")
             return super().batch_inference(data, desc, rng)
         session = self._running_session()
-        rows = BatchRows(data, defaults=self._defaults, ignore_eos=ignore_eos, **options)
+        rows = BatchRows(data, defaults=self._defaults, ignore_eos=ignore_eos, n=n, **options)
         self.rng = self.rng if rng is None else rng
         started, before = time.monotonic(), session.driver.metrics
-        results = self.worker.run_inference(rows, rng) + rows.unreadable
+        results = self.worker.run_inference(self.worker.in_file_order(rows), rng) + rows.unreadable
         results.sort(key=lambda result: result.row.index)
         self._report(desc, results, time.monotonic() - started, before)
         return [CompletionOutput.of(result) for result in results]

@@ -2,7 +2,7 @@
 
 For:        the table of a row's options with their checks, and the keys of other tools that are refused by name.
 Not for:    reading lines (formats.py) or limits that depend on a model (intake.py).
-May import: the standard library.
+May import: the standard library, maxtext_paged.rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+
+from maxtext_paged.rows import MAX_SAMPLES
 
 PROMPTS = ("prompt", "messages", "tokens")
 _MAX_TOKEN_ID = 2**31 - 1
@@ -56,12 +58,16 @@ OPTIONS: dict[str, Check] = {
     "stop_token_ids": token_ids,
     "ignore_eos": _is(bool, "true or false"),
     "min_tokens": _at_least(0),
+    "n": lambda value: (
+        None if type(value) is int and 1 <= value <= MAX_SAMPLES else f"a whole number in 1..{MAX_SAMPLES}"
+    ),
 }
 
 _LATER = "is not supported yet"
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "n": (f"{_LATER}: repeat the row with other seeds", (1,)),
-    "best_of": ("is not supported: sample several rows and choose among them", (1,)),
+    "best_of": ("is not supported: ask for `n` samples and choose among them", (1,)),
+    "tenant": ("is not read from rows: the engine's owner sets `paged_tenant`", ()),
+    "cache_salt": ("is not read from rows: the engine's owner sets `paged_tenant`", ()),
     "use_beam_search": ("is not supported: rows are sampled", (False,)),
     "stop": (f"{_LATER}: use `stop_token_ids`", ([],)),
     "logit_bias": (_LATER, ({},)),

@@ -7,14 +7,17 @@ May import: numpy, kv_common, kv_control.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_control.plan import GREEDY, RequestId, SamplingSpec
 from kv_control.request import FinishReason, Request
+
+MAX_SAMPLES = 128
+"""Most samples of one row."""
 
 _SEED_BITS = 31
 
@@ -50,6 +53,7 @@ class Row:
       stop_token_ids: tokens that end it, besides the engine's end tokens.
       ignore_eos: no token ends it. min_tokens: no token ends it before so many.
       want_prompt_logprobs: return the prompt tokens' logprobs too.
+      n: samples of it, each from a stream of its own under the row's one seed. They share the prompt's pages.
     """
 
     index: int
@@ -61,15 +65,22 @@ class Row:
     ignore_eos: bool = False
     min_tokens: int = 0
     want_prompt_logprobs: bool = False
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a row. ``num_preemptions``: times it was sent back and computed again."""
+    """Tokens of a row; of several samples together, whose prompt counts once.
+
+    Attributes:
+      cached_tokens: prompt tokens that the prefix cache had, and that were not run.
+      num_preemptions: times it was sent back and computed again.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     num_preemptions: int = 0
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -88,6 +99,8 @@ class RowResult:
         the whole prompt where prompt logprobs were not asked for.
       finish_reason: "stop", "length", "cancelled" or "error".
       error: why, where the reason is "error".
+      samples: where the row asked for several: one result each, in order; what stands beside them is the first
+        sample's, and the first error of any.
     """
 
     row: Row
@@ -96,6 +109,7 @@ class RowResult:
     finish_reason: FinishReason
     usage: Usage
     error: str | None = None
+    samples: tuple[RowResult, ...] = ()
 
     @property
     def completion_ids(self) -> NDArray[np.int32]:
@@ -110,9 +124,26 @@ class RowResult:
             token_ids=request.tokens.copy(),
             logprobs=np.concatenate([request.prompt_logprobs, request.logprobs]),
             finish_reason=request.finish_reason or "error",
-            usage=Usage(request.num_prompt_tokens, request.num_generated, request.num_preemptions),
+            usage=Usage(
+                request.num_prompt_tokens, request.num_generated, request.num_preemptions, request.num_cached_tokens
+            ),
             error=request.error,
         )
+
+    @classmethod
+    def of_samples(cls, row: Row, requests: Sequence[Request]) -> RowResult:
+        """The result of a row whose samples have all finished, in their order."""
+        if len(requests) == 1:
+            return cls.of(row, requests[0])
+        samples = tuple(cls.of(row, request) for request in requests)
+        failed = next((sample for sample in samples if sample.finish_reason in ("error", "cancelled")), samples[0])
+        usage = Usage(
+            samples[0].usage.prompt_tokens,
+            sum(sample.usage.completion_tokens for sample in samples),
+            sum(sample.usage.num_preemptions for sample in samples),
+            max(sample.usage.cached_tokens for sample in samples),
+        )
+        return replace(samples[0], finish_reason=failed.finish_reason, error=failed.error, usage=usage, samples=samples)
 
     @classmethod
     def refused(cls, row: Row, error: str) -> RowResult:

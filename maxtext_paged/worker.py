@@ -9,17 +9,30 @@ May import: kv_common, kv_control, kv_execution, maxtext_paged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kv_common.errors import RequestError
 from kv_control.plan import RequestId
 from kv_control.request import Request
+from maxtext_paged.row_order import PrefixOrderedRows
 from maxtext_paged.rows import RequestIds, Row, RowResult
 from maxtext_paged.session import PagedSession
 
 QUEUED_PER_SEQ = 2
 """Rows kept waiting per running one: enough that admission always finds the next, few enough that memory
 does not grow with the input."""
+
+FIRST_WINDOW_PER_SEQ = 4
+"""Rows of the first ordered window per running one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """A row under way, and its requests in order of their samples."""
+
+    row: Row
+    requests: list[Request]
 
 
 class PagedInferenceWorker:
@@ -36,6 +49,23 @@ class PagedInferenceWorker:
         self._ids = RequestIds()
         self._awaited: set[RequestId] = set()
         self._finished: dict[RequestId, Request] = {}
+        self._ordered: PrefixOrderedRows | None = None
+
+    @property
+    def attainable_tokens(self) -> int | None:
+        """Prompt tokens that sharing can avoid at best in the rows of the last ``in_file_order``; None if it kept the
+        input's order."""
+        return None if self._ordered is None else self._ordered.attainable_tokens
+
+    def in_file_order(self, rows: Iterable[Row]) -> Iterable[Row]:
+        """Rows of an input that is known as a whole, in the order that ``paged_file_order`` asks for."""
+        choice, control = self.session.options.paged_file_order, self.session.control
+        self._ordered = None
+        if choice == "input" or (choice == "auto" and control.prefix_index is None):
+            return rows
+        first = FIRST_WINDOW_PER_SEQ * self.session.max_num_seqs
+        self._ordered = PrefixOrderedRows(rows, control.layout.tokens_per_page, first_window=first)
+        return self._ordered
 
     def update_params(self, params: Any) -> None:
         """Exchange the weights (scanned or not); what starts from now on uses them. Nothing compiles."""
@@ -73,7 +103,7 @@ class PagedInferenceWorker:
         driver = self.session.driver
         waiting = iter(rows)
         rows_left = True
-        mine: dict[RequestId, Row] = {}
+        mine: dict[RequestId, _Samples] = {}
         limit = self.session.max_num_seqs * (1 + QUEUED_PER_SEQ)
         try:
             while rows_left or mine:
@@ -83,22 +113,29 @@ class PagedInferenceWorker:
                         rows_left = False
                         break
                     try:
-                        request = self.new_request(row)
-                        driver.submit(request)
+                        samples = _Samples(row, self.new_requests(row))
+                        for request in samples.requests:  # the first is refused, or none is: they are alike
+                            driver.submit(request)
                     except RequestError as error:
                         yield RowResult.refused(row, str(error))
                         continue
-                    mine[request.id] = row
-                    self._awaited.add(request.id)
+                    for request in samples.requests:
+                        mine[request.id] = samples
+                        self._awaited.add(request.id)
                 if not mine:
                     break
+                if isinstance(rows, PrefixOrderedRows):
+                    rows.read_ahead()
                 self.step()
                 if on_step is not None:
                     on_step(self)
                 # By id, and only this call's own: several iterators may share one engine.
                 for request_id in [request_id for request_id in mine if request_id in self._finished]:
                     self._awaited.discard(request_id)
-                    yield RowResult.of(mine.pop(request_id), self._finished.pop(request_id))
+                    del self._finished[request_id]
+                    samples = mine.pop(request_id)
+                    if not any(request.id in mine for request in samples.requests):
+                        yield RowResult.of_samples(samples.row, samples.requests)
         finally:
             for request_id in mine:
                 driver.cancel(request_id)
@@ -114,8 +151,19 @@ class PagedInferenceWorker:
     def _collect(self, requests: Iterable[Request]) -> None:
         self._finished.update((request.id, request) for request in requests if request.id in self._awaited)
 
-    def new_request(self, row: Row) -> Request:
-        """A row as a request of this session, not submitted yet.
+    def new_requests(self, row: Row) -> list[Request]:
+        """A row's samples as requests of one group, not submitted yet; errors as in ``new_request``."""
+        first = self.new_request(row)
+        if row.n == 1:
+            return [first]
+        first.group = first.id
+        rest = [self.new_request(row, sample_index=i) for i in range(1, row.n)]
+        for request in rest:
+            request.group = first.id
+        return [first, *rest]
+
+    def new_request(self, row: Row, *, sample_index: int = 0) -> Request:
+        """A row, or one of its samples, as a request of this session, not submitted yet.
 
         Raises:
           RequestError: its prompt is no list of token ids, or a count is negative.
@@ -129,7 +177,7 @@ class PagedInferenceWorker:
         return Request(
             id=self._ids.new(),
             prompt=row.tokens,  # type: ignore[arg-type]  # checked and converted there
-            sampling=row.sampling,
+            sampling=row.sampling if sample_index == 0 else replace(row.sampling, sample_index=sample_index),
             max_tokens=max_tokens,
             stop_token_ids=self.stop_token_ids | row.stop_token_ids,
             ignore_eos=row.ignore_eos,

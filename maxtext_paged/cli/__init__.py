@@ -88,11 +88,12 @@ each input line is one JSON object with exactly one of
   prompt          text to continue
   messages        [{"role": ..., "content": ...}, ...], written with the model's chat template
   tokens          token ids
-and any of id, max_tokens, temperature, top_k, top_p, min_p, seed, stop_token_ids, ignore_eos, min_tokens.
+and any of id, max_tokens, temperature, top_k, top_p, min_p, seed, stop_token_ids, ignore_eos, min_tokens, n.
 Where a line is silent, decode_sampling_* of the configuration apply (greedy by default), and a completion may
 be as long as max_target_length has room for.
 
-each output line, in order of completion, has id, index, line, text, token_ids, finish_reason, usage and error.
+each output line, in order of completion, has id, index, line, text, token_ids, finish_reason, usage and error, and
+with n above 1 choices, one for each sample.
 
 """
         + _EXIT_CODES,

@@ -22,7 +22,7 @@ from maxtext_paged.cli.environment import import_maxtext, prepare_environment
 from maxtext_paged.cli.files import check_paths, claim_output, open_input
 from maxtext_paged.cli.interruption import Interrupted, Interruption
 from maxtext_paged.cli.progress import JobCounts, JobProgress
-from maxtext_paged.formats import BadRow, InputRow, RowError, read_rows, record, write_line
+from maxtext_paged.formats import BadRow, Choice, InputRow, RowError, read_rows, record, write_line
 from maxtext_paged.intake import IdCheck, Intake, RepeatedIds, completion_text
 from maxtext_paged.rows import Row, RowResult
 
@@ -164,7 +164,8 @@ class Job:
         try:
             with self._progress:
                 self._interruption.patient = True
-                for result in self._worker.complete(self._rows(lines), on_step=self._after_step):
+                rows = self._worker.in_file_order(self._rows(lines))
+                for result in self._worker.complete(rows, on_step=self._after_step):
                     self._finish(result)
         except Interrupted:
             pass
@@ -209,6 +210,24 @@ class Job:
         source = self._sources.pop(result.row.index)
         if result.finish_reason == "cancelled":
             return
+        choices = [self._choice(sample) for sample in result.samples]
+        first = choices[0] if choices else self._choice(result)
+        error = next((choice.error for choice in choices or [first] if choice.error is not None), None)
+        self.counts.cached_tokens += result.usage.cached_tokens
+        if error is None:
+            self.counts.prompt_tokens += result.usage.prompt_tokens
+            self.counts.generated_tokens += result.usage.completion_tokens
+        self._write(
+            source,
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            usage=result.usage,
+            error=error,
+            choices=choices,
+        )
+
+    def _choice(self, result: RowResult) -> Choice:
         text, error = None, None
         if result.error is not None or result.finish_reason == "error":
             error = RowError(result.error or "the row failed", "generation_failed", "server_error")
@@ -219,17 +238,7 @@ class Job:
                 error = RowError(
                     f"the completion could not be decoded: {_named(fault)}", "cannot_decode", "server_error"
                 )
-        if error is None:
-            self.counts.prompt_tokens += result.usage.prompt_tokens
-            self.counts.generated_tokens += result.usage.completion_tokens
-        self._write(
-            source,
-            text=text,
-            token_ids=result.completion_ids.tolist(),
-            finish_reason=result.finish_reason,
-            usage=result.usage,
-            error=error,
-        )
+        return Choice(text, result.completion_ids.tolist(), result.finish_reason, error)
 
     def _write(self, row: InputRow | BadRow, **outcome: object) -> None:
         written = record(row, **outcome)  # type: ignore[arg-type]
@@ -257,6 +266,10 @@ class Job:
         counts.scrubbed_pages = runtime.num_scrubbed_pages
         counts.backends = runtime.steps_by_backend
         counts.programs = runtime.compiled
+        counts.shares = control.prefix_index is not None
+        counts.attainable_tokens = self._worker.attainable_tokens
+        counts.evictions = runtime.control.num_evictions
+        counts.hit_rate = runtime.control.page_hit_rate
 
 
 def _named(error: BaseException) -> str:

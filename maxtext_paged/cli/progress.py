@@ -7,6 +7,7 @@ May import: the standard library, rich.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ class JobCounts:
       sampled_tokens: generated so far, rows still running included.
       running, waiting: requests. pages_held, num_pages: of the pool.
       steps, preemptions, peak_pages, scrubbed_pages: as the driver and the runtime count them.
+      shares: whether the prefix cache is on. cached_tokens: prompt tokens that it had. attainable_tokens: that sharing
+        within the windows in which rows were ordered can avoid at best; None where they were not ordered.
+      evictions, hit_rate: of its pages.
       backends: attention backend to steps. programs: jitted function to programs obtained.
     """
 
@@ -51,6 +55,11 @@ class JobCounts:
     preemptions: int = 0
     peak_pages: int = 0
     scrubbed_pages: int = 0
+    shares: bool = False
+    cached_tokens: int = 0
+    attainable_tokens: int | None = None
+    evictions: int = 0
+    hit_rate: float = float("nan")
     backends: Mapping[str, int] = field(default_factory=dict)
     programs: Mapping[str, int] = field(default_factory=dict)
 
@@ -78,7 +87,15 @@ class JobCounts:
             f"{self.generated_tokens} generated tokens in {self.seconds:.1f} s, {rate:.1f} tokens/s",
             f"{self.steps} steps, {self.preemptions} preemptions, at most {self.peak_pages} of {self.num_pages} pages "
             f"held, {self.scrubbed_pages} scrubbed; attention: {backends}; programs: {programs}",
+            *self._sharing(),
         ]
+
+    def _sharing(self) -> list[str]:
+        if not self.shares:
+            return []
+        best = "" if self.attainable_tokens is None else f" of {self.attainable_tokens} attainable in file order"
+        rate = "no page looked up" if math.isnan(self.hit_rate) else f"{self.hit_rate:.1%} of pages found"
+        return [f"prefix cache: {self.cached_tokens} prompt tokens not run{best}, {rate}, {self.evictions} evictions"]
 
 
 class _Bar(Progress):

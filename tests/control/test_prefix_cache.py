@@ -389,6 +389,18 @@ def test_three_samples_are_complete_though_one_had_ended_when_the_others_were_pr
     assert_as_alone(*group)
 
 
+def test_a_sample_that_forks_after_a_reset_shares_pages_that_nobody_offers_again():
+    loop = loop_of(control_of(8, P, max_num_seqs=2, prefix_cache=True))
+    leader, fork = samples(2, tokens_of((1, 9)), max_tokens=6)
+    loop.scheduler.submit(leader), loop.scheduler.submit(fork)
+    loop.step()
+    loop.engine.control.reset_prefix_cache()
+    loop.drain()
+    assert_as_alone(leader, fork)
+    assert fork.num_shared_tokens == 8
+    assert loop.engine.control.num_free_pages == 8
+
+
 def test_a_copy_that_was_not_made_yet_is_dropped_with_its_request_and_its_source_is_not_held():
     loop = loop_of(control_of(8, P, max_num_seqs=2))
     leader, fork = samples(2, tokens_of((1, 6)), max_tokens=4)
