@@ -101,6 +101,7 @@ def make_driver(
     prefill_chunk_tokens: int | None = None,
     nan_token: int | None = None,
     poison_on_free: bool = True,
+    prefix_cache: bool = False,
 ) -> PagedDriver:
     """A driver over a ``ChecksumModel``, with every safety check on."""
     model = ChecksumModel(num_pages, tokens_per_page, nan_token)
@@ -109,6 +110,7 @@ def make_driver(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         token_ladder=token_ladder(max_num_batched_tokens),
+        prefix_namespace=b"a namespace's digest" if prefix_cache else None,
     )
     runtime = PagedRuntime(
         model,

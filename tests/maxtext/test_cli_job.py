@@ -65,7 +65,7 @@ def mixed_lines() -> list[Any]:
         {"id": "seed 5", "prompt": "abc", "max_tokens": 8, "temperature": 1, "seed": 5},
         {"id": "seed 6", "prompt": "abc", "max_tokens": 8, "temperature": 1, "seed": 6},
         {"id": "seed 5 again", "prompt": "abc", "max_tokens": 8, "temperature": 1.0, "seed": 5},
-        {"id": "two", "prompt": "x", "n": 2},
+        {"id": "two", "prompt": "x", "best_of": 2},
         {"id": "typo", "prompt": "x", "max_token": 2},
         {"id": "silent", "prompt": "the"},
     ]

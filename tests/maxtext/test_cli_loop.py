@@ -59,7 +59,11 @@ class Setting:
         self.driver = make_driver(num_pages, max_num_seqs=2, nan_token=nan_token)
         control = self.driver.runtime.control
         self.session: Any = SimpleNamespace(
-            driver=self.driver, control=control, runtime=self.driver.runtime, max_num_seqs=2
+            driver=self.driver,
+            control=control,
+            runtime=self.driver.runtime,
+            max_num_seqs=2,
+            options=SimpleNamespace(paged_file_order="auto"),
         )
         self.lines: Any = Lines(rows)
         self.output = io.BytesIO() if output is None else output

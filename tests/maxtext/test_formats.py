@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 
 from kv_common.errors import ConfigError
 from kv_control.plan import GREEDY, SamplingSpec
-from maxtext_paged.formats import BadRow, InputRow, RowError, dump_line, parse_row, read_rows, record, write_line
+from maxtext_paged.formats import (
+    BadRow,
+    Choice,
+    InputRow,
+    RowError,
+    dump_line,
+    parse_row,
+    read_rows,
+    record,
+    write_line,
+)
 from maxtext_paged.intake import IdCheck, Intake, completion_text
 from maxtext_paged.row_fields import KEYS, OPTIONS, UNSUPPORTED
 from maxtext_paged.rows import Row, RowResult, Usage
@@ -84,6 +94,7 @@ def test_every_key_is_read_as_given() -> None:
         "stop_token_ids": [5],
         "ignore_eos": True,
         "min_tokens": 2,
+        "n": 3,
     }
     parsed = parse(row)
     assert isinstance(parsed, InputRow)
@@ -174,8 +185,9 @@ def test_an_unknown_key_comes_with_the_closest_known_one() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("n", 2),
-        ("n", True),
+        ("best_of", 2),
+        ("tenant", "a"),
+        ("cache_salt", "b"),
         ("best_of", 3),
         ("logit_bias", {"5": 1}),
         ("stop", ["\n"]),
@@ -200,7 +212,7 @@ def test_what_other_tools_know_is_refused_by_name_when_it_asks_for_something(key
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("n", 1),
+        ("best_of", 1),
         ("stop", []),
         ("logit_bias", {}),
         ("presence_penalty", 0.0),
@@ -368,12 +380,37 @@ def test_a_record_has_the_same_keys_and_types_whether_the_row_failed_or_not() ->
     late = record(InputRow(0, 1), text="x", token_ids=[5], usage=Usage(2, 1), error=RowError("no", "cannot_decode"))
     assert list(good) == list(bad) == list(late)
     assert list(good) == ["id", "index", "line", "text", "token_ids", "finish_reason", "usage", "error"]
-    assert good["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    assert good["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2, "cached_tokens": 0}
     assert good["error"] is None and good["text"] == ""
     for failed in (bad, late):
         assert set(failed["error"]) == {"message", "type", "code"}
         assert failed["text"] is None and failed["finish_reason"] == "error"
     assert late["token_ids"] == [5]
+
+
+def test_a_record_of_several_samples_has_a_choice_for_each_and_the_first_ones_values_beside_them() -> None:
+    choices = [Choice("a", [5], "length"), Choice(None, [], "error", RowError("no", "generation_failed"))]
+    row = InputRow(0, 1, id="a", n=2)
+    written = record(row, text="a", token_ids=[5], finish_reason="length", usage=Usage(2, 1, 0, 2), choices=choices)
+    assert written["choices"] == [
+        {"index": 0, "text": "a", "token_ids": [5], "finish_reason": "length", "error": None},
+        {
+            "index": 1,
+            "text": None,
+            "token_ids": [],
+            "finish_reason": "error",
+            "error": {"message": "no", "type": "invalid_request_error", "code": "generation_failed"},
+        },
+    ]
+    assert written["usage"]["cached_tokens"] == 2
+    del written["choices"]
+    assert list(written) == list(record(InputRow(0, 1)))
+
+
+@pytest.mark.parametrize("n", [0, -1, 129, 1.0, True, "2"])
+def test_a_number_of_samples_that_is_none_is_refused(n: Any) -> None:
+    refused = parse({"prompt": "x", "n": n})
+    assert isinstance(refused, BadRow) and "n=" in refused.error.message and "1..128" in refused.error.message
 
 
 @given(st.text(max_size=30))
