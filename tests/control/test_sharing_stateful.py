@@ -182,14 +182,15 @@ class SharingMachine(RuleBasedStateMachine):
         self.engine.slots[freed] = -3
         COUNTED["evicted"] += len(freed)
 
-    @rule(update=st.booleans())
-    def reset(self, update):
+    @precondition(lambda self: self.control.prefix_index is not None and self.control.prefix_index.num_nodes > 2)
+    @rule(update=st.booleans(), seldom=st.integers(0, 3))
+    def reset(self, update, seldom):
         """The cache is emptied; with new weights nothing may run, as `update_params` has it."""
-        if update and (self.scheduler.has_work or self.in_flight is not None):
+        if seldom or (update and (self.scheduler.has_work or self.in_flight is not None)):
             return
         self.num_weights += update
         namespace = str(self.num_weights).encode() if update else None
-        before = 0 if self.control.prefix_index is None else len(self.control.prefix_index.pages)
+        before = len(self.control.prefix_index.pages)
         cleared, freed = self.control.reset_prefix_cache(namespace)
         assert cleared <= before
         self.engine.slots[freed] = -4

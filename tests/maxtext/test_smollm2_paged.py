@@ -39,6 +39,7 @@ OPTIONS = {
     "paged_num_pages": 24,
     "paged_max_num_seqs": 8,
     "paged_max_num_batched_tokens": 64,
+    "paged_enable_prefix_cache": True,
     "paged_check_invariants": True,
     "paged_poison_on_free": True,
 }
@@ -93,21 +94,23 @@ def run(driver: PagedDriver, requests: list[Request]) -> list[Request]:
         driver.submit(request)
     assert len(list(driver.run())) == len(requests)
     control = driver.runtime.control
-    assert control.num_free_pages == control.num_pages
+    assert control.num_available_pages == control.num_pages
     return requests
 
 
 @pytest.fixture(scope="module")
 def continued(engine: PagedSession) -> list[Request]:
     """All prompts at once, in a pool that holds not all of them: four pages each, six requests wait for 24."""
+    engine.reset_prefix_cache()
+    return run(engine.driver, requests_of_the_records())
+
+
+def requests_of_the_records() -> list[Request]:
     prompts = [record["prompt"] for record in RECORDS] + [RECORDS[0]["prompt"] + RECORDS[1]["prompt"]]
-    return run(
-        engine.driver,
-        [
-            Request(RequestId(i), np.array(prompt), max_tokens=32, want_prompt_logprobs=True)
-            for i, prompt in enumerate(prompts)
-        ],
-    )
+    return [
+        Request(RequestId(i), np.array(prompt), max_tokens=32, want_prompt_logprobs=True)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def test_greedy_tokens_are_those_of_an_independent_implementation(continued: list[Request]) -> None:
@@ -126,9 +129,36 @@ def test_preempted_and_chunked_it_gives_the_same_tokens(engine: PagedSession, co
     """Two requests of 13 pages each want more than the 24 there are, and their prompts run in chunks of 64."""
     ids = [token for record in RECORDS for token in record["prompt"] + record["new"]]
     prompts = [np.array(ids[start : start + 170]) for start in (0, 50, 100)]
+    engine.reset_prefix_cache()
     before = engine.driver.metrics.num_preemptions
     alone = [run(engine.driver, [Request(RequestId(100 + i), p, max_tokens=30)])[0] for i, p in enumerate(prompts)]
     assert engine.driver.metrics.num_preemptions == before
+    engine.reset_prefix_cache()
     together = run(engine.driver, [Request(RequestId(200 + i), p, max_tokens=30) for i, p in enumerate(prompts)])
     assert engine.driver.metrics.num_preemptions > before
     assert [request.tokens.tolist() for request in together] == [request.tokens.tolist() for request in alone]
+
+
+def test_a_warm_run_gives_the_tokens_and_logprobs_of_a_cold_one(engine: PagedSession, dense: Dense) -> None:
+    engine.reset_prefix_cache()
+    cold = run(engine.driver, requests_of_the_records())
+    warm = run(engine.driver, requests_of_the_records())
+    # Prompts of 32 tokens: a page short of a full match, and the pages' own logprobs instead of a second computation.
+    assert [request.num_cached_tokens for request in warm[:-1]] == [16] * len(RECORDS)
+    assert [request.tokens.tolist() for request in warm] == [request.tokens.tolist() for request in cold]
+    assert_teacher_forced(warm, dense, relative=LOGIT_ERROR, pad_to=96)
+
+
+def test_hits_preemptions_chunks_and_evictions_together_change_no_token(engine: PagedSession, dense: Dense) -> None:
+    """Five continuations of one long beginning, in a pool that holds two of them."""
+    engine.reset_prefix_cache()
+    before = engine.runtime.metrics().control
+    ids = [token for record in RECORDS for token in record["prompt"] + record["new"]]
+    prompts = [np.array(ids[:100] + ids[100 + 9 * i : 120 + 9 * i]) for i in range(5)]
+    requests = [Request(RequestId(300 + i), prompt, max_tokens=90) for i, prompt in enumerate(prompts)]
+    run(engine.driver, requests)
+    after = engine.runtime.metrics().control
+    assert after.num_preemptions > before.num_preemptions
+    assert after.num_evictions > before.num_evictions
+    assert [request.num_cached_tokens for request in requests] == [0] + [96] * 4
+    assert_teacher_forced(requests, dense, relative=LOGIT_ERROR, pad_to=256)
