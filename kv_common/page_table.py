@@ -101,12 +101,26 @@ def pack_page_table(
         outside = (row.pages < 0) | (row.pages >= num_pages)
         if outside.any():
             raise PageStateError(f"row {i} names a page outside 0..{num_pages - 1}: {row.pages[outside].tolist()}")
+    start = np.array([row.start for row in rows], np.int64)
+    num_new = np.array([row.num_tokens for row in rows], np.int64)
+    first_page_offset = np.array([row.first_page_offset for row in rows], np.int64)
+    pages_per_row = np.array([len(row.pages) for row in rows], np.int64)
+    length = start + num_new
+    bad = (num_new < 1) | (first_page_offset < 0) | (first_page_offset > start)
+    bad |= page_and_offset(first_page_offset, tokens_per_page)[1] != 0
+    bad |= pages_per_row != pages_for_tokens(length - first_page_offset, tokens_per_page)
+    if bad.any():
+        i = int(bad.argmax())
+        raise PageStateError(
+            f"row {i}: {pages_per_row[i]} pages of {tokens_per_page} tokens from position "
+            f"{first_page_offset[i]} do not hold exactly {length[i]} tokens ({num_new[i]} of them new)"
+        )
     pages = np.concatenate([np.zeros(0, np.int32), *(row.pages for row in rows)])
     return pack_page_arrays(
-        start=np.array([row.start for row in rows], np.int64),
-        num_new=np.array([row.num_tokens for row in rows], np.int64),
-        first_page_offset=np.array([row.first_page_offset for row in rows], np.int64),
-        pages_per_row=np.array([len(row.pages) for row in rows], np.int64),
+        start=start,
+        num_new=num_new,
+        first_page_offset=first_page_offset,
+        pages_per_row=pages_per_row,
         kv_indices=_padded(pages, max(index_capacity, len(pages)), num_pages),
         num_pages=num_pages,
         tokens_per_page=tokens_per_page,
@@ -129,7 +143,7 @@ def pack_page_arrays(
     row_rung: int,
     index_capacity: int,
 ) -> KvPageTableV1:
-    """``pack_page_table`` for rows that already stand in arrays; no Python loop over rows or tokens.
+    """``pack_page_table`` for rows that already stand in arrays, as the control plane has checked them; no Python loop.
 
     Args:
       start, num_new, first_page_offset: int64 ``[num_reqs]``, the fields of ``PageRow``.
@@ -138,7 +152,7 @@ def pack_page_arrays(
         taken as they are: a page map only ever holds ids of the pool.
 
     Raises:
-      PageStateError: as ``pack_page_table``.
+      PageStateError: the rows do not fit the given shape.
     """
     num_reqs, num_tokens, num_indices = len(start), int(num_new.sum()), int(pages_per_row.sum())
     if num_tokens > token_rung or num_reqs > row_rung or num_indices > index_capacity:
@@ -148,15 +162,6 @@ def pack_page_arrays(
         )
     length = start + num_new
     visible = length - first_page_offset
-    bad = (num_new < 1) | (first_page_offset < 0) | (first_page_offset > start)
-    bad |= page_and_offset(first_page_offset, tokens_per_page)[1] != 0
-    bad |= pages_per_row != pages_for_tokens(visible, tokens_per_page)
-    if bad.any():
-        i = int(bad.argmax())
-        raise PageStateError(
-            f"row {i}: {pages_per_row[i]} pages of {tokens_per_page} tokens from position "
-            f"{first_page_offset[i]} do not hold exactly {length[i]} tokens ({num_new[i]} of them new)"
-        )
     query_start_loc = np.full(row_rung + 1, num_tokens, np.int32)
     query_start_loc[0], query_start_loc[1 : num_reqs + 1] = 0, np.cumsum(num_new)
     kv_indptr = np.full(row_rung + 1, num_indices, np.int32)
