@@ -88,10 +88,10 @@ def pieces_of(lengths: list[int], threads: int) -> int:
 
 
 @pytest.mark.skipif(NUM_THREADS < 2, reason="one thread cuts nothing")
-@pytest.mark.parametrize("lengths", [[2000], [300, 2000, 900], [257] * 5])
+@pytest.mark.parametrize("lengths", [[6000], [300, 4000, 900], [257] * 5])
 def test_rows_are_cut_into_as_many_pieces_as_the_workspace_formula_takes(rng, lengths):
     """The kernel's own counts confirm the formula, and with it the number of XLA's threads."""
-    step = make_step([make_request(rng, length, 1, dim=16) for length in lengths], page_size=16, num_pages=512)
+    step = make_step([make_request(rng, length, 1, dim=16) for length in lengths], page_size=64, num_pages=256)
     before = native_library().counts()
     run(NativeBackend(), step)
     counts = native_library().counts().since(before)
