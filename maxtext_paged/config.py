@@ -52,7 +52,15 @@ class PagedOptions(BaseModel):
         0,
         ge=0,
         description="Bytes of all pools on one device. 0: enough for `paged_max_num_seqs` requests of "
-        "`max_target_length` tokens, at most 1 GiB.",
+        "`max_target_length` tokens, at most 1 GiB. The split-KV workspace is paid from it.",
+    )
+    paged_kv_memory_fraction: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of a device's free memory, after the weights, that pools and split-KV workspace take; on a "
+        "CPU of the machine's available memory, divided by the devices on it. 0: unset. `paged_num_pages` and "
+        "`paged_kv_budget_bytes` win over it.",
     )
     paged_max_num_seqs: int = Field(
         0,

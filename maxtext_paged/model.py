@@ -7,6 +7,7 @@ May import: kv_common, kv_control, kv_execution, jax, flax, maxtext.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ class ModelGeometry:
       num_layers: attention modules. num_kv_heads, head_dim: of each of them.
       head_axes: mesh axes (of size above one) that shard KV heads.
       layer_options: attention arithmetic of each module. has_sinks: whether they use attention sinks.
+      num_query_heads: the most of any attention module. weight_bytes: of all weights as they are held, on one device.
     """
 
     num_layers: int
@@ -59,6 +61,8 @@ class ModelGeometry:
     head_axes: tuple[str, ...]
     layer_options: tuple[AttentionOptions, ...]
     has_sinks: bool
+    num_query_heads: int
+    weight_bytes: int
 
     def layout(self, mesh: Mesh, *, num_pages: int, tokens_per_page: int, dtype: str) -> KvStorageLayoutV1:
         """The pool geometry of ``num_pages`` pages on ``mesh``.
@@ -89,6 +93,7 @@ def model_geometry(config: Any, mesh: Mesh) -> ModelGeometry:
     require_supported_block(config)
     with logical_axis_rules(config.logical_axis_rules):
         model = nnx.eval_shape(_model_maker(config, mesh))
+        weights = _abstract_params(config, mesh, nnx.state(model, nnx.Param))
     num_layers, num_kv_heads, head_dim = attention_geometry(model)
     head_axes = kv_head_axes(mesh, config.logical_axis_rules)
     modules = attention_modules(model)
@@ -108,6 +113,16 @@ def model_geometry(config: Any, mesh: Mesh) -> ModelGeometry:
         head_axes=head_axes,
         layer_options=tuple(attention_options(attention) for _, attention in modules),
         has_sinks=any(attention.sinks is not None for _, attention in modules),
+        num_query_heads=max(int(attention.num_query_heads) for _, attention in modules),
+        weight_bytes=weight_device_bytes(weights),
+    )
+
+
+def weight_device_bytes(abstract_params: nnx.State) -> int:
+    """Bytes of the weights on one device, from shapes, dtypes and shardings alone."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(abstract_params)
     )
 
 
@@ -142,13 +157,7 @@ class MaxTextPagedModel:
             )
             graph, params, pools, step, rest = nnx.split(bound, nnx.Param, PagePool, StepVariable, ...)
             self._graph, self._pools, self._step = graph, pools, step
-            self.abstract_params = jax.tree_util.tree_map_with_path(
-                lambda path, leaf, sharding: jax.ShapeDtypeStruct(
-                    leaf.shape, self._held_dtype(path, leaf.dtype), sharding=sharding
-                ),
-                params,
-                nnx_construct_named_sharding(params, mesh),
-            )
+            self.abstract_params = _abstract_params(config, mesh, params)
         self._rest = _materialize_rng_state(rest)
 
     @property
@@ -206,16 +215,26 @@ class MaxTextPagedModel:
         # copy=True: a variable made in one trace must not be met again in the next.
         return nnx.merge(self._graph, params, pools, self._step, self._rest, copy=True)
 
-    def _held_dtype(self, path: Any, dtype: Any) -> Any:
-        """Weights that a layer casts to ``dtype`` before use are held in it: no cast every step, half the memory."""
-        names = jax.tree_util.keystr(path)
-        if self.config.logits_dot_in_fp32 and ("logits_dense" in names or "embedding" in names):
-            return dtype
-        cast_by_layer = any(f"'{name}'" in names for name in ("kernel", "embedding", "wi_0", "wi_1", "wo"))
-        wider = (
-            jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > jnp.dtype(self.config.dtype).itemsize
-        )
-        return self.config.dtype if cast_by_layer and wider and "norm" not in names else dtype
+
+def _abstract_params(config: Any, mesh: Mesh, params: nnx.State) -> nnx.State:
+    """Shape, held dtype and sharding of each weight; called under the configuration's logical axis rules."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, _held_dtype(config, path, leaf.dtype), sharding=sharding
+        ),
+        params,
+        nnx_construct_named_sharding(params, mesh),
+    )
+
+
+def _held_dtype(config: Any, path: Any, dtype: Any) -> Any:
+    """Weights that a layer casts to ``dtype`` before use are held in it: no cast every step, half the memory."""
+    names = jax.tree_util.keystr(path)
+    if config.logits_dot_in_fp32 and ("logits_dense" in names or "embedding" in names):
+        return dtype
+    cast_by_layer = any(f"'{name}'" in names for name in ("kernel", "embedding", "wi_0", "wi_1", "wo"))
+    wider = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > jnp.dtype(config.dtype).itemsize
+    return config.dtype if cast_by_layer and wider and "norm" not in names else dtype
 
 
 def _model_maker(config: Any, mesh: Mesh) -> Any:

@@ -19,9 +19,11 @@ from maxtext.configs import pyconfig
 from maxtext.utils import maxtext_utils
 
 from kv_common.errors import ConfigError, KvCacheError
+from kv_common.layout import KvStorageLayoutV1
 from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
+from kv_execution.attention.native import native_threads, split_kv_workspace_bytes
 from kv_execution.attention.select import BackendChoice, choose_backend
 from kv_execution.dispatch import DecodeDispatch, SplitFloors
 from kv_execution.driver import PagedDriver
@@ -31,7 +33,7 @@ from maxtext_paged.loading import load_params, params_from_tree
 from maxtext_paged.model import MaxTextPagedModel, model_geometry
 from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
-from maxtext_paged.sizing import PoolSize, pool_size
+from maxtext_paged.sizing import PoolSize, free_memory, pool_size
 
 logger = logging.getLogger(__name__)
 
@@ -188,25 +190,43 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     )
     kv_dtype = np.dtype(config.dtype).name if options.paged_kv_dtype == "auto" else options.paged_kv_dtype
     one_page = geometry.layout(mesh, num_pages=1, tokens_per_page=options.paged_tokens_per_page, dtype=kv_dtype)
+    floors = SplitFloors(options.paged_split_kv_min_tokens, options.paged_split_kv_min_tokens_per_request)
+    switch = None if options.paged_attention_native == "auto" else int(options.paged_attention_native)
+
+    def backend_for(layout: KvStorageLayoutV1) -> BackendChoice:
+        return choose_backend(
+            options.paged_backend,
+            mesh.devices.flat[0].platform,
+            layout,
+            tuple(dict.fromkeys(geometry.layer_options)),
+            has_sinks=geometry.has_sinks,
+            native_switch=switch,
+            floors=floors,
+        )
+
+    workspace = 0
+    if backend_for(one_page).name == "native":
+        workspace = split_kv_workspace_bytes(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            query_heads=geometry.num_query_heads // one_page.head_shards,
+            head_dim=geometry.head_dim,
+            threads=native_threads(),
+        )
+    fraction = options.paged_kv_memory_fraction
     pool = pool_size(
         one_page,
         num_pages=options.paged_num_pages,
         budget_bytes=options.paged_kv_budget_bytes,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        memory_fraction=fraction,
+        free=free_memory(mesh.local_devices) if fraction else None,
+        step_workspace_bytes=workspace,
+        weight_bytes=geometry.weight_bytes,
     )
     layout = replace(one_page, num_pages=pool.num_pages)
-    floors = SplitFloors(options.paged_split_kv_min_tokens, options.paged_split_kv_min_tokens_per_request)
-    switch = None if options.paged_attention_native == "auto" else int(options.paged_attention_native)
-    backend = choose_backend(
-        options.paged_backend,
-        mesh.devices.flat[0].platform,
-        layout,
-        tuple(dict.fromkeys(geometry.layer_options)),
-        has_sinks=geometry.has_sinks,
-        native_switch=switch,
-        floors=floors,
-    )
+    backend = backend_for(layout)  # again: kernels may limit a pool's pages
     decode = DecodeDispatch(
         tuple(dict.fromkeys(layer.sliding_window for layer in geometry.layer_options)),
         None if backend.name == "native" else f"the {backend.name} backend has no split-KV ({backend.reason})",
@@ -233,15 +253,24 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
         prefix_namespace=namespace,
     )
     logger.info(
-        "KV pool: %d pages of %d tokens, %d layers, %s, %.1f MiB a device, %.1f MiB in all (%s)",
+        "KV pool: %d pages of %d tokens, %d layers, %s, %.1f MiB a device, %.1f MiB in all, beside %.1f MiB of "
+        "split-KV workspace and %.1f MiB of weights a device (%s)",
         layout.num_pages,
         layout.tokens_per_page,
         layout.num_layers,
         layout.dtype,
         layout.device_pool_bytes() / 2**20,
         layout.total_pool_bytes() / 2**20,
+        assembly.pool.workspace_bytes / 2**20,
+        assembly.pool.weight_bytes / 2**20,
         assembly.pool.reason,
     )
+    if layout.num_slots < max_model_len:
+        logger.warning(
+            "the pool holds %d tokens, max_target_length=%d: longer requests are refused when they are submitted",
+            layout.num_slots,
+            max_model_len,
+        )
     logger.info("prefix cache: %s", _on_or_off(control))
     runtime = PagedRuntime(
         model,

@@ -129,6 +129,17 @@ with n above 1 choices, one for each sample.
     )
     doctor.add_argument("config", metavar="CONFIG.yml", nargs="?", help="MaxText configuration")
     doctor.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES)
+
+    plan = commands.add_parser(
+        "plan",
+        help="show what a configuration costs in memory, and what fits",
+        description="Show the bytes of pages, weights and workspace, per device and in all, and how many requests of "
+        "which length fit at once. Loads no weights and allocates no pool.",
+        allow_abbrev=False,
+    )
+    plan.add_argument("config", metavar="CONFIG.yml", help="MaxText configuration")
+    plan.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES)
+    plan.add_argument("--json", action="store_true", help="print one JSON object, all sizes in bytes")
     return parser
 
 
@@ -147,7 +158,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if extra:
         arguments.overrides += extra
     if arguments.command is None and not arguments.version:
-        parser.error("which COMMAND? generate, convert or doctor")
+        parser.error("which COMMAND? generate, convert, doctor or plan")
     return arguments
 
 

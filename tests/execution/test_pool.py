@@ -153,3 +153,22 @@ def test_creating_a_sharded_pool_never_holds_it_whole():
     memory = program.lower().compile().memory_analysis()
     whole = layout.num_pages * 2 * 8 * 4 * 4
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes <= whole // 8
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [16, 80, 256])
+@pytest.mark.parametrize(
+    ("kv_heads", "shards"), [(8, 2), (4, 4), (2, 8), (2, 4), (3, 1)], ids=["split", "each", "copied", "both", "whole"]
+)
+def test_the_layout_counts_the_bytes_that_the_devices_hold(dtype, head_dim, kv_heads, shards):
+    replicas = 8 // shards
+    mesh = jax.make_mesh((shards, replicas), ("tensor", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    layout = KvStorageLayoutV1(2, 3, 4, kv_heads, head_dim, dtype, head_shards=shards, pool_replicas=replicas)
+    pools = create_pools(layout, kv_pool_sharding(mesh, layout, ("tensor",)))
+    held = dict.fromkeys(mesh.devices.flat, 0)
+    for leaf in jax.tree.leaves(pools):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert set(held.values()) == {layout.device_pool_bytes()}
+    assert sum(held.values()) == layout.total_pool_bytes()

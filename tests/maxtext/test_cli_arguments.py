@@ -58,6 +58,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("convert only.gguf", "OUT_DIR"),
         ("doctor nowhere.yml", "nowhere.yml: no such configuration"),
         ("doctor c.yml dtype", "'dtype' is not key=value"),
+        ("plan", "CONFIG.yml"),
+        ("plan nowhere.yml", "nowhere.yml: no such configuration"),
+        ("plan c.yml dtype", "'dtype' is not key=value"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2_and_touches_nothing(
@@ -90,7 +93,7 @@ def test_overrides_may_stand_before_between_and_behind_options() -> None:
     assert parse(["generate", "-i", "in", "-o", "out", "c.yml", "a=1"]).overrides == ["a=1"]
 
 
-@pytest.mark.parametrize("command", ["generate", "convert", "doctor", None])
+@pytest.mark.parametrize("command", ["generate", "convert", "doctor", "plan", None])
 def test_help_names_every_argument_and_ends_well(capsys: pytest.CaptureFixture[str], command: str | None) -> None:
     with pytest.raises(SystemExit) as ending:
         main([*([command] if command else []), "--help"])
@@ -100,14 +103,16 @@ def test_help_names_every_argument_and_ends_well(capsys: pytest.CaptureFixture[s
         "generate": ["CONFIG.yml", "key=value", "--input", "--output", "--strict", "--overwrite", "max_tokens", "130"],
         "convert": ["MODEL.gguf", "OUT_DIR", "--overwrite"],
         "doctor": ["CONFIG.yml", "key=value"],
-        None: ["generate", "convert", "doctor", "exit codes"],
+        "plan": ["CONFIG.yml", "key=value", "--json"],
+        None: ["generate", "convert", "doctor", "plan", "exit codes"],
     }
     assert [word for word in expected[command] if word not in shown] == []
 
 
 def test_arguments_are_read_without_jax_and_maxtext() -> None:
     code = (
-        "import sys, maxtext_paged.__main__, maxtext_paged.cli.generate, maxtext_paged.cli.doctor; print(*sys.modules)"
+        "import sys, maxtext_paged.__main__, maxtext_paged.cli.generate, maxtext_paged.cli.doctor, "
+        "maxtext_paged.cli.plan; print(*sys.modules)"
     )
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
