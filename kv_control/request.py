@@ -99,14 +99,19 @@ class Request:
     _table: RequestTable | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        prompt = np.asarray(self.prompt)
+        try:
+            prompt = np.asarray(self.prompt)
+        except ValueError as error:
+            raise RequestError(f"a prompt is a one-dimensional array of token ids: {error}") from None
         if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
             raise RequestError(f"a prompt is a one-dimensional array of token ids, not {prompt.dtype} {prompt.shape}")
         if prompt.size and (prompt.min() < 0 or prompt.max() > np.iinfo(np.int32).max):
             raise RequestError(f"token ids lie in 0..2**31-1, not {prompt.min()}..{prompt.max()}")
         for name in ("max_tokens", "min_tokens"):
-            if getattr(self, name) < 0:
-                raise RequestError(f"{name}={getattr(self, name)}: must be at least 0")
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 0:
+                raise RequestError(f"{name}={value!r}: must be a whole number of at least 0")
+            setattr(self, name, int(value))
         self.prompt = prompt.astype(np.int32)
         self.prompt_logprobs = np.full(len(prompt), np.nan, np.float32)
         self._tokens = self.prompt

@@ -64,15 +64,24 @@ class PrefixOrderedRows:
         return self._ready.popleft()
 
     def _order(self, rows: list[Row]) -> None:
-        readable = [row for row in rows if _is_token_ids(row.tokens)]
+        readable = [row for row in rows if _is_usable(row)]
         found = prefix_order(
             [row.tokens for row in readable], [row.max_tokens for row in readable], self._tokens_per_page
         )
         self.attainable_tokens += found.attainable_tokens
         self._ready += (readable[i] for i in found.order)
-        self._ready += (row for row in rows if not _is_token_ids(row.tokens))  # refused when it is their turn
+        self._ready += (row for row in rows if not _is_usable(row))  # refused when it is their turn
 
 
-def _is_token_ids(tokens: object) -> bool:
-    array = np.asarray(tokens)
-    return array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
+def _is_usable(row: Row) -> bool:
+    """Whether a row can be compared with others; the worker says what is wrong with those that cannot."""
+    try:
+        tokens = np.asarray(row.tokens)
+    except ValueError:
+        return False
+    limit = row.max_tokens
+    return (
+        tokens.ndim == 1
+        and bool(np.issubdtype(tokens.dtype, np.integer))
+        and (limit is None or isinstance(limit, int | np.integer))
+    )

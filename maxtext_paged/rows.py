@@ -141,14 +141,17 @@ class RowResult:
             samples[0].usage.prompt_tokens,
             sum(sample.usage.completion_tokens for sample in samples),
             sum(sample.usage.num_preemptions for sample in samples),
-            max(sample.usage.cached_tokens for sample in samples),
+            min(sample.usage.cached_tokens for sample in samples),  # what one of them computed was run
         )
         return replace(samples[0], finish_reason=failed.finish_reason, error=failed.error, usage=usage, samples=samples)
 
     @classmethod
     def refused(cls, row: Row, error: str) -> RowResult:
         """The result of a row that could not be run at all; it keeps its prompt where that consists of token ids."""
-        tokens = np.asarray(row.tokens).reshape(-1)
+        try:
+            tokens = np.asarray(row.tokens).reshape(-1)
+        except ValueError:  # lists of different lengths
+            tokens = np.zeros(0, np.int32)
         fits = np.issubdtype(tokens.dtype, np.integer) and bool((tokens == tokens.astype(np.int32)).all())
         tokens = tokens.astype(np.int32) if fits else np.zeros(0, np.int32)
         return cls(

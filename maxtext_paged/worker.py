@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kv_common.errors import RequestError
 from kv_control.plan import RequestId
 from kv_control.request import Request
 from maxtext_paged.row_order import PrefixOrderedRows
-from maxtext_paged.rows import RequestIds, Row, RowResult
+from maxtext_paged.rows import MAX_SAMPLES, RequestIds, Row, RowResult
 from maxtext_paged.session import PagedSession
 
 QUEUED_PER_SEQ = 2
@@ -153,6 +155,8 @@ class PagedInferenceWorker:
 
     def new_requests(self, row: Row) -> list[Request]:
         """A row's samples as requests of one group, not submitted yet; errors as in ``new_request``."""
+        if not isinstance(row.n, int | np.integer) or isinstance(row.n, bool) or not 1 <= row.n <= MAX_SAMPLES:
+            raise RequestError(f"n={row.n!r}: must be a whole number in 1..{MAX_SAMPLES}")
         first = self.new_request(row)
         if row.n == 1:
             return [first]

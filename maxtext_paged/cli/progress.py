@@ -93,7 +93,7 @@ class JobCounts:
     def _sharing(self) -> list[str]:
         if not self.shares:
             return []
-        best = "" if self.attainable_tokens is None else f" of {self.attainable_tokens} attainable in file order"
+        best = "" if self.attainable_tokens is None else f" of {self.attainable_tokens} attainable within its windows"
         rate = "no page looked up" if math.isnan(self.hit_rate) else f"{self.hit_rate:.1%} of pages found"
         return [f"prefix cache: {self.cached_tokens} prompt tokens not run{best}, {rate}, {self.evictions} evictions"]
 

@@ -153,3 +153,40 @@ def test_rows_that_are_no_tokens_are_refused_in_their_turn() -> None:
     bad = Row(index=1, tokens=np.array([[1, 2], [3, 4]]))
     results = crew.run_inference(crew.in_file_order([row(0, [1, 2]), bad, row(2, [1, 3])]))
     assert [result.finish_reason for result in results] == ["length", "error", "length"]
+
+
+# --- direct callers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["input", "prefix"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"n": 0},
+        {"n": -1},
+        {"n": 129},
+        {"n": True},
+        {"n": 2.5},
+        {"n": "3"},
+        {"max_tokens": "4"},
+        {"max_tokens": 2.5},
+        {"max_tokens": float("nan")},
+        {"max_tokens": True},
+        {"tokens": [[1], [2, 3]]},
+        {"min_tokens": 1.5},
+    ],
+    ids=str,
+)
+def test_a_row_that_makes_no_sense_is_refused_and_the_others_run(bad: dict[str, Any], order: str) -> None:
+    crew = worker(order=order)
+    odd = Row(**{"index": 1, "tokens": [1, 2], "max_tokens": 2, **bad})
+    results = crew.run_inference(crew.in_file_order([row(0, [1, 2]), odd, row(2, [1, 3])]))
+    assert [result.finish_reason for result in results] == ["length", "error", "length"]
+    assert next(iter(bad)) in (results[1].error or "") or "token ids" in (results[1].error or "")
+
+
+def test_a_prompt_that_one_sample_had_to_compute_is_not_reported_as_cached() -> None:
+    crew = worker(5)
+    [result] = crew.run_inference([row(0, list(range(1, 14)), n=3)])
+    assert [len(sample.completion_ids) for sample in result.samples] == [4] * 3
+    assert result.usage.cached_tokens == 0
