@@ -20,7 +20,7 @@ PREFIX = np.random.default_rng(5).integers(1, 255, 24)
 """Three pages of eight tokens."""
 
 
-def session(block: str = "llama2", **overrides: Any) -> PagedSession:
+def session(block: str = "llama2", devices: int = 1, **overrides: Any) -> PagedSession:
     options = {
         "paged_tokens_per_page": 8,
         "paged_num_pages": 40,
@@ -32,7 +32,7 @@ def session(block: str = "llama2", **overrides: Any) -> PagedSession:
         **overrides,
     }
     config = make_config(block, **options)
-    return open_session(config, mesh=make_mesh(config, jax.devices()[:1]), params=dense_model(block).params)
+    return open_session(config, mesh=make_mesh(config, jax.devices()[:devices]), params=dense_model(block).params)
 
 
 def run(engine: PagedSession, requests: list[Request], *, at_most: int | None = None) -> list[Request]:
@@ -135,3 +135,21 @@ def test_nothing_compiles_once_a_warmed_engine_shares_forks_evicts_and_preempts(
     metrics = engine.runtime.metrics()
     assert metrics.control.num_preemptions and metrics.num_copied_pages and metrics.control.num_evictions
     assert metrics.num_compile_events == before
+
+
+@pytest.mark.multi_device
+def test_sharing_on_shards_is_sharing_on_one_device_and_pools_stay_where_they_are() -> None:
+    engine = session(devices=4, ici_tensor_parallelism=2, ici_fsdp_parallelism=2, paged_num_pages=12)
+
+    def addresses() -> list[int]:
+        leaves = jax.tree.leaves(engine.runtime.pools)
+        return [shard.data.unsafe_buffer_pointer() for leaf in leaves for shard in leaf.addressable_shards]
+
+    before = addresses()
+    group = [Request(RequestId(50 + i), PREFIX, max_tokens=9, group=3) for i in range(3)]
+    requests = run(engine, rows(6, new=30, want_prompt_logprobs=True) + group)
+    metrics = engine.runtime.metrics()
+    assert metrics.control.num_cached_tokens and metrics.control.num_evictions and metrics.num_copied_pages
+    assert_teacher_forced(requests, dense_model(), relative=2e-5)
+    assert addresses() == before, "scrubs, copies and steps all reuse the donated pools"
+    assert metrics.compiled["paged_step"] == len(metrics.steps_by_rung), "outputs re-enter as they left"
