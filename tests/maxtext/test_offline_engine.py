@@ -290,3 +290,41 @@ def test_the_call_says_what_it_did(offline_engine: OfflineEngine, caplog: pytest
     with caplog.at_level(logging.INFO, logger="maxtext_paged"):
         offline_engine.batch_inference([PROMPTS[0], []], desc="evaluation", max_tokens=2, ignore_eos=True)
     assert "batch_inference evaluation: 2 rows (1 failed), 2 tokens generated" in caplog.text
+
+
+# --- several samples, and what the engine counts -----------------------------------------------------------
+
+
+def test_n_samples_a_row_come_as_samples_of_one_output_each_from_its_own_stream(offline_engine: OfflineEngine) -> None:
+    spec = SamplingSpec(temperature=1.0)
+    prompts = [np.array([5, 6, 7]), np.array([9, 8, 7, 6])]
+    outputs = offline_engine.batch_inference(prompts, n=3, sampling=spec, seed=7, max_tokens=6, ignore_eos=True)
+    assert [len(output.samples) for output in outputs] == [3, 3]
+    for output in outputs:
+        assert output.token_ids.tolist() == output.samples[0].token_ids.tolist()
+        assert output.usage.completion_tokens == 18
+        assert len({tuple(sample.token_ids.tolist()) for sample in output.samples}) == 3
+        for sample in output.samples:
+            assert len(sample.logprobs) == len(sample.token_ids) == len(output.samples[0].token_ids)
+            assert np.isfinite(sample.logprobs[1:]).all()
+    alone = offline_engine.batch_inference(prompts[1:], sampling=spec, seed=7, max_tokens=6, ignore_eos=True)
+    assert alone[0].token_ids.tolist() == outputs[1].token_ids.tolist()
+    assert alone[0].samples == ()
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.0, True, 129])
+def test_a_number_of_samples_that_is_none_is_refused_before_anything_runs(
+    offline_engine: OfflineEngine, n: Any
+) -> None:
+    with pytest.raises(ValueError, match="n="):
+        offline_engine.batch_inference([np.array([5])], n=n)
+
+
+def test_the_engine_says_what_it_did_and_that_its_cache_is_off(offline_engine: OfflineEngine) -> None:
+    before = offline_engine.metrics()
+    offline_engine.batch_inference([np.array([5, 6, 7])], max_tokens=3, ignore_eos=True)
+    after = offline_engine.metrics()
+    assert after.control.num_prefill_tokens - before.control.num_prefill_tokens == 3
+    assert after.num_steps - before.num_steps == 3
+    assert after.control.num_leaked_pages == after.control.num_retained_pages == 0
+    assert offline_engine.reset_prefix_cache() == 0
