@@ -73,7 +73,7 @@ class Usage:
     """Tokens of a row; of several samples together, whose prompt counts once.
 
     Attributes:
-      cached_tokens: prompt tokens that the prefix cache had, and that were not run.
+      cached_tokens: prompt tokens that were not run: the prefix cache had them, or another sample of the row.
       num_preemptions: times it was sent back and computed again.
     """
 
@@ -125,7 +125,10 @@ class RowResult:
             logprobs=np.concatenate([request.prompt_logprobs, request.logprobs]),
             finish_reason=request.finish_reason or "error",
             usage=Usage(
-                request.num_prompt_tokens, request.num_generated, request.num_preemptions, request.num_cached_tokens
+                request.num_prompt_tokens,
+                request.num_generated,
+                request.num_preemptions,
+                request.num_cached_tokens + request.num_shared_tokens,
             ),
             error=request.error,
         )

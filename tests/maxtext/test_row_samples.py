@@ -190,3 +190,11 @@ def test_a_prompt_that_one_sample_had_to_compute_is_not_reported_as_cached() -> 
     [result] = crew.run_inference([row(0, list(range(1, 14)), n=3)])
     assert [len(sample.completion_ids) for sample in result.samples] == [4] * 3
     assert result.usage.cached_tokens == 0
+
+
+def test_a_row_whose_first_sample_had_a_hit_says_so_whatever_its_other_samples_shared() -> None:
+    crew = worker()
+    crew.run_inference([row(0, [*range(1, 9), 50])])
+    [result] = crew.run_inference([row(0, [*range(1, 9), 60, 61], n=3)])
+    assert [sample.usage.cached_tokens for sample in result.samples] == [8, 9, 9]
+    assert result.usage.cached_tokens == 8
