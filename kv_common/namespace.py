@@ -26,7 +26,7 @@ class CacheNamespace:
       adapter, adapter_scale: an adapter over the weights; None without one.
       tenant: who may share with whom; the engine's owner sets it, never a row.
       rope: everything that positions are rotated by, the regime of a length-dependent scaling included.
-      kv_dtype: element type of the pools. quantization: of weights and pools.
+      kv_dtype: element type of the pools. quantization: of weights and pools, and the dtype of arithmetic.
       layout: geometry of the pools. sharding: mesh axes and sizes that heads are spread over.
       prompt_embeddings: digest of embeddings that stand for tokens. multimodal_inputs: digests of what
         placeholder tokens stand for, in order.

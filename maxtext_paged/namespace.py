@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kv_common.namespace import CacheNamespace, Identity
+from kv_common.namespace import CacheNamespace, Identity, encode
 from maxtext_paged.config import PagedOptions
 from maxtext_paged.model import MaxTextPagedModel
 
@@ -42,9 +42,9 @@ def cache_namespace(
         tenant=options.paged_tenant or None,
         rope=rope_identity(config),
         kv_dtype=layout.dtype,
-        quantization=str(getattr(config, "quantization", "") or ""),
+        quantization=(str(getattr(config, "quantization", "") or ""), np.dtype(config.dtype).name),
         layout=(layout.num_layers, layout.tokens_per_page, layout.num_kv_heads, layout.head_dim),
-        sharding=(tuple(map(str, model.head_axes)), layout.head_shards, layout.pool_replicas),
+        sharding=(tuple((axis, model.mesh.shape[axis]) for axis in model.head_axes), layout.pool_replicas),
     )
 
 
@@ -64,7 +64,7 @@ def weights_fingerprint(params: Any) -> str:
     """
     whole = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        whole.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        whole.update(encode((jax.tree_util.keystr(path), str(leaf.shape), str(leaf.dtype))))
         shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
         for data in [shard.data for shard in shards if shard.replica_id == 0] or [leaf]:
             where = np.linspace(0, max(data.size - 1, 0), num=min(SAMPLED_ELEMENTS, data.size), dtype=np.int64)

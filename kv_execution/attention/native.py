@@ -70,7 +70,8 @@ def native_threads() -> int:
     ``PJRT_NPROC`` and ``NPROC`` are XLA's own variables for the number of CPUs.
     """
     told = next((os.environ[name] for name in ("PJRT_NPROC", "NPROC") if os.environ.get(name, "").isdigit()), None)
-    return max(len(os.sched_getaffinity(0)) if told is None else int(told), jax.local_device_count("cpu"))
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(usable if told is None else int(told), jax.local_device_count("cpu"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,10 @@ def show(plan: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    memory = Table("bytes", title=f"{plan['devices']} devices, {plan['kv_dtype']} pages, {plan['backend']} backend")
+    memory = Table(
+        "bytes",
+        title=f"{plan['devices']} device{'s' * (plan['devices'] > 1)}, {plan['kv_dtype']} pages, {plan['backend']} backend",
+    )
     memory.add_column("a device", justify="right")
     memory.add_column("in all", justify="right")
     names = {"page_bytes": "one page", "pool_bytes": "pool", "workspace_bytes": "split-KV workspace"}
