@@ -32,6 +32,9 @@ test: venv  ## all tests that need no GPU: eight virtual devices in one process,
 	$(PYTEST) -n 2 --dist loadfile $(PYTEST_ARGS) || rc=$$?; \
 	exit $$rc
 
+test-long: venv  ## random traffic on the control plane, 100,000 calls and more: minutes
+	$(PYTEST) -m long $(PYTEST_ARGS)
+
 test-gpu: venv  ## the tests that need a GPU, on a machine that has one
 	@$(BIN)/python -c "import jax; print('GPU:', jax.devices('gpu')[0].device_kind)"
 	$(PYTEST) -m gpu $(PYTEST_ARGS)

@@ -18,7 +18,7 @@ import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import settings
 
-MARKERS = ("gpu", "multi_device", "maxtext", "slow")
+MARKERS = ("gpu", "multi_device", "maxtext", "slow", "long")
 NUM_VIRTUAL_DEVICES = 8
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -79,8 +79,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.stash[_DESELECTED] = len(needs_devices)
             items[:] = [item for item in items if item.get_closest_marker("multi_device") is None]
 
+    if not {"slow", "long"} & set(re.findall(r"\w+", config.option.markexpr)):
+        takes_minutes = [item for item in items if item.get_closest_marker("long") is not None]
+        if takes_minutes:
+            config.hook.pytest_deselected(items=takes_minutes)
+            config.stash[_LONG] = len(takes_minutes)
+            items[:] = [item for item in items if item.get_closest_marker("long") is None]
+
 
 _DESELECTED = pytest.StashKey[int]()
+_LONG = pytest.StashKey[int]()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -89,6 +97,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             f"{count} multi_device tests deselected: this process has one device; "
             "they run with `-m multi_device` (`make test` does both)"
         )
+    if count := config.stash.get(_LONG, 0):
+        terminalreporter.write_line(f"{count} tests that take minutes deselected: they run with `make test-long`")
 
 
 @pytest.fixture(scope="session")

@@ -83,10 +83,8 @@ def show(plan: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    memory = Table(
-        "bytes",
-        title=f"{plan['devices']} device{'s' * (plan['devices'] > 1)}, {plan['kv_dtype']} pages, {plan['backend']} backend",
-    )
+    devices = "1 device" if plan["devices"] == 1 else f"{plan['devices']} devices"
+    memory = Table("bytes", title=f"{devices}, {plan['kv_dtype']} pages, {plan['backend']} backend")
     memory.add_column("a device", justify="right")
     memory.add_column("in all", justify="right")
     names = {"page_bytes": "one page", "pool_bytes": "pool", "workspace_bytes": "split-KV workspace"}

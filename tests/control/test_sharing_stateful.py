@@ -235,6 +235,7 @@ TestAFewThousandCalls.settings = settings(max_examples=60, stateful_step_count=5
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_random_calls_keep_every_law():  # CASES 20
     COUNTED.clear()

@@ -332,6 +332,7 @@ TestFewThousandCalls.settings = settings(max_examples=60, stateful_step_count=50
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 class TestManyThousandCalls(ControlMachine.TestCase):  # CASES 20
     settings = settings(
