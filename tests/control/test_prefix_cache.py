@@ -573,3 +573,22 @@ def test_nobody_waits_for_pages_that_their_owner_can_no_longer_offer():
     assert not owner.finished and not second.waited_for_prefix
     loop.drain()
     assert_as_alone(owner, first, second)
+
+
+def test_cached_tokens_are_those_of_the_admission_after_which_the_request_ran():
+    loop = cached_loop(12)
+    control = loop.engine.control
+    prompt = tokens_of((1, 9))
+    run(loop, request_of(0, prompt, max_tokens=1))
+    front, again = request_of(1, tokens_of((3, 3)), max_tokens=2), request_of(2, prompt, max_tokens=2)
+    loop.scheduler.submit(front), loop.scheduler.submit(again)
+    loop.scheduler.schedule()
+    assert again.num_cached_tokens == 8
+    assert loop.scheduler.preempt_newest() is again  # sent back before it ran a token
+    control.reset_prefix_cache()
+    loop.drain()
+    assert_as_alone(front, again)
+    metrics = control.metrics()
+    assert (again.num_cached_tokens, metrics.num_cached_tokens, metrics.num_recovered_tokens) == (0, 0, 0)
+    assert metrics.num_prefix_pages_hit == 0
+    assert metrics.num_prefill_tokens + metrics.num_cached_tokens == 9 + 3 + 9
