@@ -112,6 +112,7 @@ class Admission:
         index, namespace = self._control.prefix_index, self._control.prefix_namespace
         assert index is not None and namespace is not None
         if request.keys_namespace != namespace:
+            self._computed(request, request.page_keys)
             request.keys_namespace, request.page_keys = namespace, []
         keys = request.page_keys
         if len(tokens) // self._tokens_per_page > len(keys):
@@ -186,7 +187,8 @@ class Admission:
             tokens = table.tokens[handle.row, i * page : (i + 1) * page]
             if not self._control.publish(handle, keys[i], tokens, self._page_logprobs(request, i)):
                 table.num_published[handle.row] = NEVER  # below an unpublished page nothing can be found
-                break
+                self._computed(request, request.page_keys)  # so nobody need wait for the rest
+                return
         self._computed(request, keys[first:last])
 
     def _page_logprobs(self, request: Request, i: int) -> NDArray[np.float32] | None:

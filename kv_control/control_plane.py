@@ -246,7 +246,8 @@ class ControlPlane:
         """Forget every cached page; running requests keep theirs, which nobody else can find any more.
 
         Args:
-          namespace: what is cached from now on lies under this digest; None keeps the one there is.
+          namespace: what is cached from now on lies under this digest, and nothing of the requests that hold a row
+            now; None keeps the one there is.
 
         Returns:
           How many pages the cache named, and those (int32) that nobody holds any more.
@@ -254,6 +255,7 @@ class ControlPlane:
         cleared, freed = self.sharing.clear()
         if namespace is not None and self.prefix_namespace is not None:
             self.prefix_namespace = namespace
+            self.sharing.close(self.page_map.live_rows.tolist())  # what they have begun is of the old namespace
         return cleared, freed
 
     def metrics(self) -> ControlMetrics:

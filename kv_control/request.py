@@ -51,7 +51,6 @@ class Request:
       group: requests of one group have equal prompts and different ``sampling.sample_index``: the first to run
         computes the prompt, the others share its pages.
       waited_for_prefix: it waited while another request computed the beginning of its prompt.
-      num_admissions: times it was let in.
       page_keys, keys_namespace: the prefix index's names of its whole pages, as far as they were needed.
       prompt_logprobs: float32 ``[num_prompt_tokens]``, logprob of each prompt token given those before
         it; NaN where not (yet) known, and always at position 0.
@@ -91,7 +90,6 @@ class Request:
     waited_for_prefix: bool = field(default=False, init=False, repr=False)
     page_keys: list[bytes] = field(default_factory=list, init=False, repr=False)
     keys_namespace: bytes | None = field(default=None, init=False, repr=False)
-    num_admissions: int = field(default=0, init=False, repr=False)
     _num_seen: int = field(default=0, init=False, repr=False)
     _num_prompt_logprobs: int = field(default=1, init=False)
     _tokens: NDArray[np.int32] = field(init=False, repr=False)

@@ -101,6 +101,7 @@ class Scheduler:
         self._rows: Int64 | None = None  # their rows, until one enters or leaves
         self._stop_ids: NDArray[np.int32] | None = None  # every token that stops any of them
         self._by_row: list[Request | None] = [None] * control.max_num_seqs
+        self._shared_by_row: list[Shared | None] = [None] * control.max_num_seqs
         self._finished: list[Request] = []
         self._num_arrivals = 0
         self._num_idle_schedules = 0
@@ -412,11 +413,10 @@ class Scheduler:
             self.control.adopt(handle, shared.nodes)
         if shared.logprobs is not None:
             request.take_prompt_logprobs(shared.logprobs)
-        first_time = request.num_admissions == 0
-        request.num_admissions += 1
-        self._count_shared(request, shared, first_time=first_time)
         del self._waiting[request.id]
         request.enter(self.table, handle, shared.num_tokens)
+        self._shared_by_row[handle.row] = shared
+        self._count_shared(request, shared, 1)
         path = len(self.control.sharing.path(handle.row))
         self.table.num_published[handle.row] = path
         self._running[request.id] = request
@@ -425,18 +425,20 @@ class Scheduler:
         self._admission.entered(request, shared)
         return True
 
-    def _count_shared(self, request: Request, shared: Shared, *, first_time: bool) -> None:
-        counters = self.control.counters
-        if not first_time:
-            counters.num_recovered_tokens += shared.num_tokens
+    def _count_shared(self, request: Request, shared: Shared, sign: int) -> None:
+        """Count what a running request was let in with (``sign`` 1), or take that back (-1)."""
+        counters, num_tokens = self.control.counters, sign * shared.num_tokens
+        assert request.handle is not None
+        if self.table.num_seen[request.handle.row]:  # it ran before
+            counters.num_recovered_tokens += num_tokens
         elif shared.source is not None:
-            request.num_shared_tokens = shared.num_tokens
-            counters.num_shared_tokens += shared.num_tokens
+            request.num_shared_tokens += num_tokens
+            counters.num_shared_tokens += num_tokens
         else:
-            request.num_cached_tokens = shared.num_tokens
-            counters.num_cached_tokens += shared.num_tokens
-            counters.num_prefix_pages_wanted += shared.num_pages_wanted
-            counters.num_prefix_pages_hit += shared.num_whole_pages
+            request.num_cached_tokens += num_tokens
+            counters.num_cached_tokens += num_tokens
+            counters.num_prefix_pages_wanted += sign * shared.num_pages_wanted
+            counters.num_prefix_pages_hit += sign * shared.num_whole_pages
 
     def _running_rows(self) -> Int64:
         """int64, rows of the running requests, in the order in which they were let in."""
@@ -487,6 +489,11 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """Return a request's row and pages, if it has any; what was computed there is lost."""
+        if request.handle is not None:
+            shared = self._shared_by_row[request.handle.row]
+            self._shared_by_row[request.handle.row] = None
+            if shared is not None and request.num_computed == shared.num_tokens:
+                self._count_shared(request, shared, -1)  # it ran nothing behind them: they saved nothing
         handle = request.leave()
         if handle is not None:
             self._by_row[handle.row] = None

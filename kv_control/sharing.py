@@ -7,7 +7,7 @@ May import: the standard library, numpy, kv_common.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,8 +94,10 @@ class PageSharing:
         self._allocator.retain(pages[:whole])
         self._page_map.extend(target, np.concatenate([pages[:whole], copy]))
         if partial:
-            self._allocator.retain(pages[whole : whole + 1])
-            self.copies.append(PageCopy(int(pages[whole]), int(copy[0]), target.row))
+            # All copies of a step are one dispatch: where the source is itself still to be copied, its own source is.
+            read = next((one.source for one in self.copies if one.target == pages[whole]), int(pages[whole]))
+            self._allocator.retain_one(read)
+            self.copies.append(PageCopy(read, int(copy[0]), target.row))
         path = list(self.path(source.row)[:whole])
         if source.row in self._closed or not all(node.live for node in path):
             self._closed.add(target.row)  # withdrawn pages: neither row offers them again
@@ -181,6 +183,10 @@ class PageSharing:
             self.index.touch([node for node in path if node.live])
             freed.append(self._allocator.free(self.index.unlock(path)))
         return np.concatenate(freed)
+
+    def close(self, rows: Iterable[int]) -> None:
+        """Let rows offer no more pages."""
+        self._closed.update(rows)
 
     def clear(self) -> tuple[int, Int32]:
         """Empty the index. Returns how many pages it named, and those of them (int32) that became free."""

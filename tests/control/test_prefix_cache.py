@@ -503,3 +503,92 @@ def test_every_request_gets_the_tokens_and_logprobs_it_would_get_alone_whatever_
     metrics = control.metrics()
     assert metrics.num_leaked_pages == 0 and metrics.num_held_pages == 0
     assert metrics.num_free_pages + metrics.num_retained_pages == num_pages
+
+
+# --- found by an attack on the above -------------------------------------------------------------------
+
+
+def test_a_sample_that_forks_from_one_whose_own_copy_is_not_made_yet_reads_what_that_one_will():
+    loop = loop_of(control_of(16, P, max_num_seqs=3))
+    leader, first, second = samples(3, tokens_of((1, 7)), max_tokens=4)
+    for request in (leader, first):
+        loop.scheduler.submit(request)
+    loop.step()
+    loop.scheduler.schedule()  # `first` is in, its partial page is not copied yet
+    loop.scheduler.cancel(leader.id)
+    loop.scheduler.submit(second)
+    loop.scheduler.schedule()
+    sources, targets = loop.engine.control.sharing.pending_copies
+    assert len(targets) == 2 and not set(sources) & set(targets), "one dispatch copies all: no page is in both"
+    loop.scheduler.cancel(first.id)
+    check_invariants(loop.engine.control, loop.scheduler)
+    loop.drain()
+    assert_as_alone(second)
+    assert loop.engine.control.num_free_pages == 16
+
+
+def test_nobody_waits_for_what_runs_while_the_namespace_moves():
+    loop = cached_loop(prefill_chunk_tokens=3)
+    prompt = tokens_of((1, 13))
+    old = request_of(0, prompt, max_tokens=3)
+    loop.scheduler.submit(old)
+    loop.step()  # three tokens of its first page are the old weights'
+    loop.engine.control.reset_prefix_cache(b"new weights")
+    new = request_of(1, prompt, max_tokens=3)
+    loop.scheduler.submit(new)
+    loop.step_until(lambda: old.finished)
+    assert not new.waited_for_prefix
+    loop.scheduler.cancel(new.id)
+    loop.engine.control.reset_prefix_cache()
+    assert not loop.scheduler._admission._prefilling, "nobody waits for what has ended"
+
+
+def test_pages_begun_under_the_old_namespace_are_not_found_under_the_new_one():  # CASES 33, 41
+    loop = cached_loop(prefill_chunk_tokens=3)
+    prompt = tokens_of((1, 13))
+    old = request_of(0, prompt, max_tokens=3)
+    loop.scheduler.submit(old)
+    loop.step()  # three tokens of its first page are the old weights'
+    loop.engine.control.reset_prefix_cache(b"new weights")
+    loop.drain()
+    new, later = (request_of(i, prompt, max_tokens=3) for i in (1, 2))
+    run(loop, new)
+    run(loop, later)
+    assert (new.num_cached_tokens, later.num_cached_tokens) == (0, 12)
+
+
+def test_nobody_waits_for_pages_that_their_owner_can_no_longer_offer():
+    loop = cached_loop(prefill_chunk_tokens=P)
+    prompt = tokens_of((1, 5 * P + 1))
+    owner = request_of(0, prompt, max_tokens=40)
+    loop.scheduler.submit(owner)
+    loop.step()
+    loop.engine.control.reset_prefix_cache()
+    loop.step()  # its second page finds its parent withdrawn
+    first, second = request_of(1, prompt[: 2 * P + 1], max_tokens=1), request_of(2, prompt, max_tokens=2)
+    loop.scheduler.submit(first)
+    loop.step_until(lambda: first.finished)
+    loop.scheduler.submit(second)
+    loop.step_until(lambda: second.finished)
+    assert not owner.finished and not second.waited_for_prefix
+    loop.drain()
+    assert_as_alone(owner, first, second)
+
+
+def test_cached_tokens_are_those_of_the_admission_after_which_the_request_ran():
+    loop = cached_loop(12)
+    control = loop.engine.control
+    prompt = tokens_of((1, 9))
+    run(loop, request_of(0, prompt, max_tokens=1))
+    front, again = request_of(1, tokens_of((3, 3)), max_tokens=2), request_of(2, prompt, max_tokens=2)
+    loop.scheduler.submit(front), loop.scheduler.submit(again)
+    loop.scheduler.schedule()
+    assert again.num_cached_tokens == 8
+    assert loop.scheduler.preempt_newest() is again  # sent back before it ran a token
+    control.reset_prefix_cache()
+    loop.drain()
+    assert_as_alone(front, again)
+    metrics = control.metrics()
+    assert (again.num_cached_tokens, metrics.num_cached_tokens, metrics.num_recovered_tokens) == (0, 0, 0)
+    assert metrics.num_prefix_pages_hit == 0
+    assert metrics.num_prefill_tokens + metrics.num_cached_tokens == 9 + 3 + 9
