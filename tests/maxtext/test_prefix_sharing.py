@@ -57,7 +57,7 @@ def rows(n: int, *, first_id: int = 0, own: int = 5, new: int = 12, **options: A
     ]
 
 
-@pytest.fixture(scope="module", params=["llama2", "gemma2", "qwen3", "gpt_oss"])
+@pytest.fixture(scope="module", params=["llama2", "gemma2", "gpt_oss"])
 def block(request: pytest.FixtureRequest) -> str:
     return request.param
 

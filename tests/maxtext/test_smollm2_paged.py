@@ -155,7 +155,7 @@ def test_hits_preemptions_chunks_and_evictions_together_change_no_token(engine: 
     before = engine.runtime.metrics().control
     ids = [token for record in RECORDS for token in record["prompt"] + record["new"]]
     prompts = [np.array(ids[:100] + ids[100 + 9 * i : 120 + 9 * i]) for i in range(5)]
-    requests = [Request(RequestId(300 + i), prompt, max_tokens=90) for i, prompt in enumerate(prompts)]
+    requests = [Request(RequestId(300 + i), prompt, max_tokens=60) for i, prompt in enumerate(prompts)]
     run(engine.driver, requests)
     after = engine.runtime.metrics().control
     assert after.num_preemptions > before.num_preemptions
