@@ -63,9 +63,11 @@ class Loop:
     """A scheduler over a pool that nobody writes to: every token it is given is 7."""
 
     def __init__(self, running: int, context: int, num_steps: int, *, prefix_cache: bool) -> None:
-        length = context + num_steps + 2 * PAGE
-        num_pages = running * (-(-length // PAGE) + 1)
         budget = max(8192, running)
+        meanwhile = running * context // (budget - running + 1) + 1  # tokens the first gets while the last is prefilled
+        new_tokens = meanwhile + num_steps + PAGE
+        length = context + new_tokens
+        num_pages = running * (-(-length // PAGE) + 1)
         self.control = ControlPlane(
             KvStorageLayoutV1(1, num_pages, PAGE, num_kv_heads=1, head_dim=1, dtype="float32"),
             max_num_seqs=running,
@@ -82,7 +84,7 @@ class Loop:
                 Request(
                     RequestId(i),
                     rng.integers(8, 50_000, context - i % PAGE),
-                    max_tokens=num_steps + PAGE,
+                    max_tokens=new_tokens,
                     stop_token_ids=frozenset({2}),
                 )
             )

@@ -111,7 +111,8 @@ class Request:
                 raise RequestError(f"{name}={value!r}: must be a whole number of at least 0")
             setattr(self, name, int(value))
         self.prompt = prompt.astype(np.int32)
-        self.prompt_logprobs = np.full(len(prompt), np.nan, np.float32)
+        unknown = np.broadcast_to(np.float32(np.nan), (len(prompt),))  # one number, however long the prompt
+        self.prompt_logprobs = unknown.copy() if self.want_prompt_logprobs else unknown
         self._tokens = self.prompt
         self._logprobs = np.zeros(0, np.float32)
 
@@ -228,7 +229,7 @@ class Request:
     def take_prompt_logprobs(self, values: NDArray[np.float32]) -> None:
         """Take the logprobs of prompt positions ``0 .. len(values) - 1`` from whoever computed them before."""
         first, last = self._num_prompt_logprobs, min(len(values), len(self.prompt))
-        if last > first:
+        if last > first and self.want_prompt_logprobs:
             self.prompt_logprobs[first:last] = values[first:last]
             self._num_prompt_logprobs = last
 
