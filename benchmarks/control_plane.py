@@ -10,7 +10,7 @@ May import: the standard library, numpy, kv_common, kv_control.
 
 A step is schedule + slices + reserve + confirm + plan + commit + advance + record_step: a decision, the packed page
 table, and the results of every request. Three passes, each on an engine of its own; a figure whose passes differ by
-more than 5 % is marked ``unsettled``.
+more than 5 % is marked with ``!``: not reportable.
 """
 
 from __future__ import annotations

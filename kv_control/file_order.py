@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +37,9 @@ def prefix_order(
     """Rows that share pages side by side, shorter before longer; of those families the ones with the longest outputs
     first, and otherwise as they came.
 
-    A family is every row that shares its first page with another of it. Sorted prompts share most with their
-    neighbour: what a row can find is the whole pages it has in common with the row before it.
+    A family is the rows that share more pages with each other than all rows do: behind one common system prompt,
+    families are told apart by what follows it. Sorted prompts share most with their neighbour: what a row can find is
+    the whole pages it has in common with the row before it.
 
     Args:
       prompts: token ids, ``[n_i]`` each. max_tokens: most tokens each generates; None is as many as fit.
@@ -49,12 +51,13 @@ def prefix_order(
     """
     keys = [np.asarray(prompt).astype(">u4").tobytes() for prompt in prompts]  # bytes compare as the tokens do
     by_prompt = sorted(range(len(keys)), key=keys.__getitem__)
-    families: list[list[int]] = []
+    shared = [_common_tokens(keys[a], keys[b]) // tokens_per_page for a, b in pairwise(by_prompt)]
+    everywhere = min(shared, default=0)
+    families = [by_prompt[:1]] if by_prompt else []
     attainable = 0
-    for i, row in enumerate(by_prompt):
-        common = _common_tokens(keys[by_prompt[i - 1]], keys[row]) // tokens_per_page if i else 0
+    for row, common in zip(by_prompt[1:], shared, strict=True):
         attainable += min(common, max(len(prompts[row]) - 1, 0) // tokens_per_page) * tokens_per_page
-        if common:
+        if common > everywhere:
             families[-1].append(row)
         else:
             families.append([row])
@@ -63,7 +66,11 @@ def prefix_order(
     def longest_output(family: list[int]) -> int:
         return max(endless if (limit := max_tokens[row]) is None else limit for row in family)
 
-    families.sort(key=lambda family: (-longest_output(family), min(family)))
+    def has_more(family: list[int]) -> bool:
+        """Whether its shortest row goes on behind what all rows share; one that ends there has to come first."""
+        return len(prompts[family[0]]) > everywhere * tokens_per_page
+
+    families.sort(key=lambda family: (has_more(family), -longest_output(family), min(family)))
     return FileOrder(
         order=np.array([row for family in families for row in family], np.int64),
         num_prompt_tokens=sum(map(len, prompts)),

@@ -50,6 +50,11 @@ class PrefixOrderedRows:
         if room > 0:
             self._ahead += islice(self._rows, room)
 
+    def close(self) -> None:
+        """Forget what was read and not handed out; nothing more is read."""
+        self._rows, self._ahead = iter(()), []
+        self._ready.clear()
+
     def __iter__(self) -> Iterator[Row]:
         return self
 

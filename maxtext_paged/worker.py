@@ -69,6 +69,11 @@ class PagedInferenceWorker:
         self._ordered = PrefixOrderedRows(rows, control.layout.tokens_per_page, first_window=first)
         return self._ordered
 
+    def stop_drawing(self) -> None:
+        """Start no more rows of the last ``in_file_order``, those that were read ahead included."""
+        if self._ordered is not None:
+            self._ordered.close()
+
     def update_params(self, params: Any) -> None:
         """Exchange the weights (scanned or not); what starts from now on uses them. Nothing compiles."""
         self.session.update_params(params)

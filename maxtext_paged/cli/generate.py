@@ -200,6 +200,7 @@ class Job:
     def _after_step(self, worker: PagedInferenceWorker) -> None:
         if self._interruption.asked is not None:
             # What this step finished still comes out of the worker; the rest ends here, without a record.
+            worker.stop_drawing()
             driver = self._session.driver
             for request in (*driver.scheduler.running, *driver.scheduler.waiting):
                 driver.cancel(request.id)

@@ -46,6 +46,14 @@ def test_families_with_long_outputs_come_first_and_the_rest_as_they_came(prefix)
     assert order == [3, 2, 1, 0, 5, 4]
 
 
+def test_behind_one_common_beginning_long_outputs_still_come_first():
+    system = list(range(8))
+    prompts = [np.array([*system, 30 + row]) for row in range(6)]
+    found = prefix_order(prompts, [1, 1, 1, 1, 999, None], 4)
+    assert found.order.tolist() == [5, 4, 0, 1, 2, 3]
+    assert found.attainable_tokens == 5 * 8
+
+
 def test_no_rows_are_an_empty_order():
     found = prefix_order([], [], 4)
     assert (found.order.tolist(), found.attainable_tokens, found.num_prompt_tokens) == ([], 0, 0)

@@ -52,11 +52,17 @@ class Setting:
     """A job over ``rows`` and what there is to look at."""
 
     def __init__(
-        self, rows: list[Any], *, num_pages: int = 64, output: Any = None, nan_token: int | None = None
+        self,
+        rows: list[Any],
+        *,
+        num_pages: int = 64,
+        output: Any = None,
+        nan_token: int | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         from maxtext_paged.worker import PagedInferenceWorker
 
-        self.driver = make_driver(num_pages, max_num_seqs=2, nan_token=nan_token)
+        self.driver = make_driver(num_pages, max_num_seqs=2, nan_token=nan_token, prefix_cache=prefix_cache)
         control = self.driver.runtime.control
         self.session: Any = SimpleNamespace(
             driver=self.driver,
@@ -155,6 +161,14 @@ def test_the_first_signal_ends_the_job_after_its_step_and_keeps_what_is_done(
     assert setting.all_pages_returned()
     said = capsys.readouterr().err
     assert f"{number.name}: the output is incomplete: stopped after 1 of 20 rows" in said
+
+
+def test_a_signal_ends_the_job_after_its_step_whatever_was_read_ahead_for_the_order_of_the_file() -> None:
+    setting = Setting([row(str(prompt % 90), 30) for prompt in range(4, 400)], prefix_cache=True)
+    setting.before_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert setting.run() is ExitCode.TERMINATED
+    assert setting.driver.metrics.num_steps == 3
+    assert setting.records == []
 
 
 def test_a_row_that_ends_in_the_interrupted_step_still_gets_its_record() -> None:
