@@ -8,9 +8,10 @@ May import: the standard library, numpy, kv_common, kv_control, kv_execution, ma
     DECOUPLE_GCLOUD=TRUE JAX_PLATFORMS=cpu python -m benchmarks.prefix_cache .cache/models/smollm2-135m/config.yml \
         --json out/prefix_cache.json
 
-Each pass starts with an empty cache; a pass before the first, not counted, obtains every program. Leaves with status 1 if
-the cached arm avoided nothing, the other arm avoided anything, a page leaked, or passes of one arm differ. Completions that
-differ between the arms are counted: two programs may part at a tie (that they agree otherwise is tested, teacher-forced).
+Each pass starts with an empty cache; a pass before the first, not counted, obtains every program. Leaves with status 1
+if the cached arm avoided nothing, the other arm avoided anything, a page leaked, or passes of one arm differ.
+Completions that differ between the arms are counted: two programs may part at a tie (that they agree otherwise is
+tested, teacher-forced).
 """
 
 from __future__ import annotations
