@@ -56,9 +56,7 @@ def run_poisoned(engine: PagedSession, requests: list[Request], poison: float) -
     return num_poisoned
 
 
-@pytest.mark.parametrize(
-    ("block", "poison"), [("llama2", 3e38), ("llama2", float("nan")), ("gemma2", float("nan")), ("gpt_oss", 3e38)]
-)
+@pytest.mark.parametrize(("block", "poison"), [("llama2", float("nan")), ("gemma2", 3e38)])
 def test_no_poison_reaches_an_output_of_the_reference_backend(block: str, poison: float) -> None:
     config = make_config(
         block,
