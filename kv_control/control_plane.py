@@ -368,7 +368,7 @@ class ControlPlane:
             row_rung=rows_padded,
             index_capacity=capacity,
         )
-        current.plan = StepPlan(batch, table, token_rung, rows_padded)
+        current.plan = StepPlan(batch, table, token_rung, rows_padded, self.page_map.block_epoch)
         return current.plan
 
     def commit(self, plan: StepPlan) -> None:

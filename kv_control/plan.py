@@ -329,9 +329,11 @@ class StepPlan:
       table: the page bookkeeping, padded to ``(token_rung, row_rung)``.
       token_rung: the only traced size, ``T``.
       row_rung: request rows ``R``, a function of the token rung.
+      block_epoch: the page map's when the table was packed; while it stands still, no page has moved.
     """
 
     slices: StepBatch
     table: KvPageTableV1
     token_rung: int
     row_rung: int
+    block_epoch: int

@@ -1,9 +1,9 @@
 """How a step's decode rows are run, as a value with a reason and its numbers.
 
 All rows of one new token are one dispatch, a batch of one included; rows with several tokens are ``attend``'s. The
-choice comes before anything is built or written: it depends on counts alone, so a decline costs nothing and leaves
-lengths and pages as they were. On a CPU the kernel's own work list applies the same rule (``NativeBackend``'s floors),
-so no floor is in a traced program; ``native_library().counts()`` says what it really did.
+choice comes before anything is built or written: it depends on counts alone, so a decline costs nothing, no plan
+either, and leaves lengths and pages as they were. On a CPU the kernel's own work list applies the same rule
+(``NativeBackend``'s floors), so no floor is in a traced program; ``native_library().counts()`` says what it really did.
 
 For:        deciding, announcing and counting fused decodes.
 Not for:    running them (attention/native.py), or choosing the backend (attention/select.py).
@@ -13,13 +13,14 @@ May import: kv_common, kv_control, jax.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from kv_common.page_table import KvPageTableV1
+from kv_execution.split_plan import SplitPlan, SplitPlanCache
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class DispatchOutcome:
       cause: what distinguishes one kind of outcome from another: announced once each.
       reason: one line with the numbers; a decline names its own fix.
       batch: decode rows. visible_tokens: keys they see together.
+      plan: how fused rows are cut; None where nothing is. plan_built: whether it had to be built for this step.
     """
 
     kind: Literal["fused", "gather", "none"]
@@ -52,6 +54,8 @@ class DispatchOutcome:
     reason: str
     batch: int
     visible_tokens: int
+    plan: SplitPlan | None = None
+    plan_built: bool = False
 
 
 def visible_tokens(table: KvPageTableV1, window: int | None) -> tuple[int, int]:
@@ -81,8 +85,8 @@ def decide(
     if fused_kernel is not None:
         return DispatchOutcome("gather", fused_kernel, f"gather ({seen}): {fused_kernel}", batch, visible)
     if forced:
-        reason = f"fused split-KV launch ({seen}, floors bypassed by paged_attention_native=1)"
-        return DispatchOutcome("fused", "forced", reason, batch, visible)
+        reason = f"{seen}, floors bypassed by paged_attention_native=1"
+        return DispatchOutcome("fused", "forced", f"fused split-KV launch ({reason})", batch, visible)
     if batch == 1 and visible < floors.min_tokens:
         return _below(batch, visible, "paged_split_kv_min_tokens", floors.min_tokens, floors.min_tokens)
     if batch > 1 and visible < floors.min_tokens_per_request * batch:
@@ -106,22 +110,50 @@ class DecodeDispatch:
     Attributes:
       windows: the distinct sliding windows of the model's layers, None for full attention.
       fused_kernel, floors, forced: as in ``decide``.
+      plans: how fused rows are cut, kept from step to step.
       counts: kind to decisions, one per step with decode rows and window.
+      num_plans_built: plans of fused launches that were not in the cache.
     """
 
     windows: Sequence[int | None] = (None,)
     fused_kernel: str | None = None
     floors: SplitFloors = field(default_factory=SplitFloors)
     forced: bool = False
+    plans: SplitPlanCache = field(default_factory=SplitPlanCache)
     counts: dict[str, int] = field(default_factory=dict)
+    num_plans_built: int = 0
     _announced: set[tuple[str, str]] = field(default_factory=set)
 
-    def outcomes(self, table: KvPageTableV1) -> tuple[DispatchOutcome, ...]:
-        """What each window's layers do with this step; changes nothing."""
-        return tuple(
-            decide(table, window=window, fused_kernel=self.fused_kernel, floors=self.floors, forced=self.forced)
-            for window in self.windows
-        )
+    def outcomes(self, table: KvPageTableV1, block_epoch: int = 0) -> tuple[DispatchOutcome, ...]:
+        """What each window's layers do with this step; counts nothing.
+
+        Args:
+          block_epoch: of the page map when the table was packed: kept plans are forgotten when it moves.
+        """
+        return tuple(self._outcome(table, window, block_epoch) for window in self.windows)
+
+    def _outcome(self, table: KvPageTableV1, window: int | None, block_epoch: int) -> DispatchOutcome:
+        outcome = decide(table, window=window, fused_kernel=self.fused_kernel, floors=self.floors, forced=self.forced)
+        if outcome.kind != "fused":
+            return outcome
+        plan, built = self.plans.plan(table, window, block_epoch)
+        numbers = f", {plan.num_chunks} chunks, merge {plan.merge})"
+        return replace(outcome, reason=outcome.reason[:-1] + numbers, plan=plan, plan_built=built)
+
+    def describe(self) -> Iterator[str]:
+        """What decodes will come to, for a report: one line for each window."""
+        for window in self.windows:
+            layers = "full attention" if window is None else f"window of {window}"
+            if self.fused_kernel is not None:
+                yield f"{layers}: gather, {self.fused_kernel}"
+            elif self.forced:
+                yield f"{layers}: fused split-KV on {self.plans.threads} threads, always (paged_attention_native=1)"
+            else:
+                yield (
+                    f"{layers}: fused split-KV on {self.plans.threads} threads, for one request from "
+                    f"{self.floors.min_tokens} visible KV tokens on (paged_split_kv_min_tokens), for several from "
+                    f"{self.floors.min_tokens_per_request} each (paged_split_kv_min_tokens_per_request); else gather"
+                )
 
     def launched(self, outcomes: Sequence[DispatchOutcome]) -> None:
         """Count and announce the outcomes of a step that was dispatched."""
@@ -129,6 +161,7 @@ class DecodeDispatch:
             if outcome.kind == "none":
                 continue
             self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
+            self.num_plans_built += outcome.plan_built
             if (outcome.kind, outcome.cause) not in self._announced:
                 self._announced.add((outcome.kind, outcome.cause))
                 _log.info("decode: %s", outcome.reason)

@@ -136,6 +136,7 @@ class RuntimeMetrics:
       num_scrubbed_pages: recycled pages overwritten before reuse. num_copied_pages: pages copied for a group's samples.
       steps_by_backend: attention backend to the steps it ran.
       decodes_by_kind: ``"fused"`` or ``"gather"`` to the launches of decode rows, one per step and attention window.
+      num_plans_built: plans that fused launches needed; the others reused the last one.
       steps_by_rung: token rung to steps.
       compiled: jitted function to programs obtained in this process since the runtime was made.
     """
@@ -148,6 +149,7 @@ class RuntimeMetrics:
     num_copied_pages: int
     steps_by_backend: dict[str, int]
     decodes_by_kind: dict[str, int]
+    num_plans_built: int
     steps_by_rung: dict[int, int]
     compiled: dict[str, int]
 
@@ -231,7 +233,8 @@ class PagedRuntime:
 
     def run_step(self, prepared: PreparedStep) -> StepOutcome:
         """Dispatch a prepared step. Returns at once; ``StepOutcome.read`` waits."""
-        plan, decode = prepared.plan, self._decode.outcomes(prepared.plan.table)
+        plan = prepared.plan
+        decode = self._decode.outcomes(plan.table, plan.block_epoch)
         outputs = self._dispatch(prepared)
         self._decode.launched(decode)
         self._num_tokens += plan.table.num_tokens
@@ -307,6 +310,7 @@ class PagedRuntime:
             num_copied_pages=self._num_copied,
             steps_by_backend={self._backend: steps} if steps else {},
             decodes_by_kind=dict(sorted(self._decode.counts.items())),
+            num_plans_built=self._decode.num_plans_built,
             steps_by_rung=dict(sorted(self._rungs.items())),
             compiled=self._compiles.by_function(),
         )

@@ -23,11 +23,12 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
-from kv_execution.attention.native import native_threads, split_kv_workspace_bytes
+from kv_execution.attention.native import native_threads
 from kv_execution.attention.select import BackendChoice, choose_backend
 from kv_execution.dispatch import DecodeDispatch, SplitFloors
 from kv_execution.driver import PagedDriver
 from kv_execution.runtime import PagedRuntime
+from kv_execution.split_plan import SplitPlanCache, split_kv_workspace_bytes
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
 from maxtext_paged.loading import load_params, params_from_tree
 from maxtext_paged.model import MaxTextPagedModel, model_geometry
@@ -209,6 +210,7 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         workspace = split_kv_workspace_bytes(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            tokens_per_page=options.paged_tokens_per_page,
             query_heads=geometry.num_query_heads // one_page.head_shards,
             head_dim=geometry.head_dim,
             threads=native_threads(),
@@ -232,6 +234,7 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         None if backend.name == "native" else f"the {backend.name} backend has no split-KV ({backend.reason})",
         floors,
         forced=switch == 1,
+        plans=SplitPlanCache(native_threads(), layout.tokens_per_page),
     )
     model = MaxTextPagedModel(config, mesh, layout=layout, head_axes=geometry.head_axes, backend=backend.backend)
     return PagedAssembly(config, options, model, backend, decode, pool, max_num_seqs)

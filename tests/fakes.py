@@ -18,6 +18,7 @@ from kv_control.control_plane import ControlPlane
 from kv_control.plan import RequestId
 from kv_control.request import Request
 from kv_control.scheduler import Scheduler
+from kv_execution.dispatch import DecodeDispatch
 from kv_execution.driver import PagedDriver
 from kv_execution.metadata import StepInputs
 from kv_execution.runtime import PagedRuntime
@@ -102,6 +103,7 @@ def make_driver(
     nan_token: int | None = None,
     poison_on_free: bool = True,
     prefix_cache: bool = False,
+    decode: DecodeDispatch | None = None,
 ) -> PagedDriver:
     """A driver over a ``ChecksumModel``, with every safety check on."""
     model = ChecksumModel(num_pages, tokens_per_page, nan_token)
@@ -118,6 +120,7 @@ def make_driver(
         control,
         run_key=jax.random.key(0),
         backend="checksum",
+        decode=decode,
         poison_on_free=poison_on_free,
     )
     scheduler = Scheduler(

@@ -33,35 +33,8 @@ NATIVE_CAPABILITIES = Capabilities(
     max_pool_bytes=None,
 )
 
-_MIN_CHUNK_KEYS, _PIECES_PER_THREAD = 256, 4
-"""The work list's (native/csrc/work_list.h): the shortest piece of a decode, and pieces made for each thread."""
-
 _BEST = -1
 _ACTIVATIONS = (jnp.float32, jnp.bfloat16)
-
-
-def split_kv_workspace_bytes(
-    *, max_num_seqs: int, max_model_len: int, query_heads: int, head_dim: int, threads: int
-) -> int:
-    """Most bytes of partial results that one step holds at a time on one device: the work list's upper bound.
-
-    Each piece of a decode keeps a float32 maximum and sum per query head, and one weighted value vector. Layers run
-    one after the other and each frees its own. A piece is at least ``1 / (4 * threads)`` of all visible keys and at
-    least 256, so rows that are cut are fewer than ``4 * threads``, and their pieces fewer than that plus one a row.
-
-    Args:
-      max_num_seqs: decode rows of a step. max_model_len: keys that one of them sees at most.
-      query_heads: of one shard. threads: of XLA's pool; one thread cuts nothing.
-
-    >>> split_kv_workspace_bytes(max_num_seqs=1, max_model_len=512, query_heads=4, head_dim=16, threads=2)
-    576
-    """
-    pieces_of_longest = -(-max_model_len // _MIN_CHUNK_KEYS)
-    if threads < 2 or pieces_of_longest < 2:
-        return 0
-    made = _PIECES_PER_THREAD * threads
-    pieces = min(made + min(max_num_seqs, made), max_num_seqs * pieces_of_longest)
-    return pieces * query_heads * (head_dim + 2) * np.dtype(np.float32).itemsize
 
 
 def native_threads() -> int:

@@ -89,6 +89,8 @@ def model(config: Any) -> Iterator[str]:
     assembly = assemble(config)
     layout = assembly.model.layout
     yield _line("backend", f"{assembly.backend.name}: {assembly.backend.reason}")
+    for line in assembly.decode.describe():
+        yield _line("decode", line)
     yield _line(
         "model",
         f"{config.decoder_block.value}, {layout.num_layers} attention layers, {layout.num_kv_heads} KV heads of "

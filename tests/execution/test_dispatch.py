@@ -11,10 +11,11 @@ import pytest
 from kv_common.page_table import KvPageTableV1, PageRow, pack_page_table
 from kv_control.plan import RequestId
 from kv_control.request import Request
-from kv_execution.attention.native import NativeBackend
+from kv_execution.attention.native import NativeBackend, native_threads
 from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.dispatch import DecodeDispatch, SplitFloors, decide
 from kv_execution.native.library import native_available, native_library
+from kv_execution.split_plan import SplitPlan, SplitPlanCache
 from tests.execution.paged_steps import PLAIN, assert_equals_dense, make_request, make_step, run
 from tests.fakes import make_driver, run_all
 
@@ -66,7 +67,13 @@ def test_a_window_limits_what_counts_as_visible():
 
 
 def test_a_fused_launch_says_its_numbers_and_a_decline_its_own_fix():
-    assert outcome_of([(956, 1)] * 4).reason == "fused split-KV launch (batch 4, 3824 visible KV tokens)"
+    [fused] = DecodeDispatch(floors=FLOORS, plans=SplitPlanCache(4, 64)).outcomes(table_of([(956, 1)] * 3 + [(960, 1)]))
+    assert fused.reason == "fused split-KV launch (batch 4, 3828 visible KV tokens, 16 chunks, merge on)"
+    [whole] = DecodeDispatch(forced=True, plans=SplitPlanCache(4, 64)).outcomes(table_of([(30, 1)]))
+    assert whole.reason == (
+        "fused split-KV launch (batch 1, 30 visible KV tokens, floors bypassed by paged_attention_native=1, 1 chunks, "
+        "merge off)"
+    )
     decline = outcome_of([(100, 1), (30, 1)]).reason
     assert "batch 2, 130 visible KV tokens < 1024" in decline
     assert "lower it" in decline and "paged_split_kv_min_tokens_per_request=512" in decline
@@ -84,14 +91,14 @@ def test_deciding_touches_nothing():
     table = table_of([(100, 1), (30, 1)])
     before = {name: np.array(getattr(table, name)) for name in ("seq_lens", "kv_indices", "kv_indptr", "slot_mapping")}
     dispatch = DecodeDispatch(floors=FLOORS)
-    dispatch.outcomes(table)
-    assert dispatch.counts == {}
+    [outcome] = dispatch.outcomes(table)
+    assert (dispatch.counts, outcome.plan, outcome.plan_built) == ({}, None, False)
     for name, array in before.items():
         np.testing.assert_array_equal(getattr(table, name), array)
 
 
 def test_each_cause_is_announced_once_at_info_and_every_launch_is_counted(caplog):
-    dispatch = DecodeDispatch(windows=(None, 64), floors=FLOORS)
+    dispatch = DecodeDispatch(windows=(None, 64), floors=FLOORS, plans=SplitPlanCache(2, 64))
     with caplog.at_level(logging.INFO, logger="kv_execution.dispatch"):
         for length in (5000, 5001, 100, 6000):
             dispatch.launched(dispatch.outcomes(table_of([(length, 1)])))
@@ -99,7 +106,7 @@ def test_each_cause_is_announced_once_at_info_and_every_launch_is_counted(caplog
     assert dispatch.counts == {"fused": 3, "gather": 5}
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
-        "decode: fused split-KV launch (batch 1, 5000 visible KV tokens)",
+        "decode: fused split-KV launch (batch 1, 5000 visible KV tokens, 8 chunks, merge on)",
         "decode: gather (batch 1, 64 visible KV tokens < 4096): below paged_split_kv_min_tokens=4096; lower it, or "
         "bypass the floors with paged_attention_native=1",
     ]
@@ -122,8 +129,12 @@ def test_the_kernel_does_what_was_decided():
             output = run(NativeBackend(None, floors.min_tokens, floors.min_tokens_per_request), step, options)
             counts = native_library().counts().since(before)
             assert_equals_dense(output, step, options)
-            outcome = decide(step.table, window=window, fused_kernel=None, floors=floors)
+            [outcome] = DecodeDispatch((window,), floors=floors, plans=SplitPlanCache(native_threads(), 16)).outcomes(
+                step.table
+            )
             assert (counts.fused, counts.whole) == (outcome.kind == "fused", outcome.kind == "gather"), outcome
+            plan = outcome.plan or SplitPlan(0, 0)
+            assert (counts.chunks, counts.merged_rows) == (plan.num_chunks, plan.num_merged_rows), outcome
             kinds.add((window, outcome.kind))
     assert kinds == {(None, "fused"), (None, "gather"), (70, "fused"), (70, "gather")}
 
@@ -134,6 +145,31 @@ def test_below_the_floor_the_rows_equal_the_reference():
     step = make_step([make_request(rng, length, 1, dim=64) for length in (400, 3, 77)], page_size=16)
     declined, reference = run(NativeBackend(None, 10**6, 10**6), step), run(ReferenceBackend(), step)
     np.testing.assert_allclose(declined, reference, rtol=0, atol=2e-6)
+
+
+@built
+@pytest.mark.parametrize("window", [None, 37])
+def test_where_no_rounding_happens_declined_and_fused_rows_equal_the_reference_to_the_bit(window):
+    """Two kernels add in different orders, so in general they differ in the last bits. Not where every sum is exact:
+    each query picks one key by a score that leaves the others no weight, and the values are integers."""
+    rng = np.random.default_rng(11)
+    requests = []
+    for length in (1, 63, 64, 65, 700):
+        request = make_request(rng, length, 1, heads=4, kv_heads=2, dim=64)
+        request.value[:] = rng.integers(-(2**20), 2**20, request.value.shape)
+        request.key[:] = rng.choice([-1.0, 1.0], request.key.shape)
+        oldest = 0 if window is None else max(0, length - window)
+        for head in range(4):
+            request.query[:, head] = 64.0 * request.key[rng.integers(oldest, length), head // 2]
+        requests.append(request)
+    step, options = make_step(requests, page_size=16), replace(PLAIN, scale=1.0, sliding_window=window)
+    reference = run(ReferenceBackend(), step, options)
+    assert set(np.unique(np.mod(reference[: len(requests)], 1.0))) == {0.0}, "something was rounded"
+    for floor in (10**6, 0):
+        before = native_library().counts()
+        np.testing.assert_array_equal(run(NativeBackend(None, floor, floor), step, options), reference)
+        counts = native_library().counts().since(before)
+        assert (counts.whole, counts.fused) == ((1, 0) if floor else (0, 1))
 
 
 def test_a_runtime_counts_the_decodes_it_dispatched():

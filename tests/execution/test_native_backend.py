@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kv_common.errors import ConfigError, UnsupportedError
-from kv_execution.attention.native import NativeBackend, native_threads, split_kv_workspace_bytes
+from kv_execution.attention.native import NativeBackend
 from kv_execution.metadata import PageMetadata
 from kv_execution.native import library
 from kv_execution.native.library import native_available, native_library
@@ -78,42 +78,6 @@ def test_split_over_keys_or_walked_whole_a_decode_is_the_same(rng, dtype, sizes)
             assert (counts.fused, counts.whole) == ((1, 0) if floor == 0 else (0, 1))
             if NUM_THREADS > 1:
                 assert (counts.merged_rows > 0) == (floor == 0)
-
-
-def pieces_of(lengths: list[int], threads: int) -> int:
-    """Partial results of one call, as work_list.h cuts rows, written again."""
-    share = max(256, sum(lengths) // (4 * threads) + 1)
-    keys = -(-share // 64) * 64
-    return sum(-(-length // keys) for length in lengths if length > keys)
-
-
-@pytest.mark.skipif(NUM_THREADS < 2, reason="one thread cuts nothing")
-@pytest.mark.parametrize("lengths", [[6000], [300, 4000, 900], [257] * 5])
-def test_rows_are_cut_into_as_many_pieces_as_the_workspace_formula_takes(rng, lengths):
-    """The kernel's own counts confirm the formula, and with it the number of XLA's threads."""
-    step = make_step([make_request(rng, length, 1, dim=16) for length in lengths], page_size=64, num_pages=256)
-    before = native_library().counts()
-    run(NativeBackend(), step)
-    counts = native_library().counts().since(before)
-    # Rows that stay whole are one chunk each and need no workspace.
-    assert counts.chunks - (len(lengths) - counts.merged_rows) == pieces_of(lengths, native_threads())
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 16, 96])
-def test_no_step_needs_more_workspace_than_is_reserved_for_it(threads):
-    numbers = np.random.default_rng(threads)
-    reached = 0.0
-    for _ in range(2000):
-        rows, longest = int(numbers.integers(1, 70)), int(numbers.integers(1, 9000))
-        reserved = split_kv_workspace_bytes(
-            max_num_seqs=rows, max_model_len=longest, query_heads=6, head_dim=32, threads=threads
-        )
-        lengths = numbers.integers(1, longest + 1, int(numbers.integers(1, rows + 1))).tolist()
-        lengths = [longest] * len(lengths) if numbers.random() < 0.3 else lengths
-        needed = pieces_of(lengths, threads) * 6 * (32 + 2) * 4 if threads > 1 else 0
-        assert needed <= reserved
-        reached = max(reached, needed / reserved if reserved else 0.0)
-    assert reached == 1.0 or threads == 1, "the bound is met, not just generous"
 
 
 @pytest.mark.parametrize("where", [3, 700, 1390])

@@ -118,6 +118,32 @@ PAGED_INLINE void fetch(const Element* from, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(Element))) __builtin_prefetch(from + i, 0, 2);
 }
 
+// A block of one pool that is fetched while the one before it is worked on: spread over the arithmetic, or that would
+// wait for it. Either each head fetches its own slice of every token, or whole tokens are fetched in the order of their
+// addresses, a piece at each call: better where slices are too short for the core's own prefetcher to follow, and where
+// several query heads' arithmetic lies between two slices.
+template <class Element>
+struct Ahead {
+  static constexpr int64_t kPiece = kWide * kLanes;
+  const Element* const* rows;
+  int64_t row_size, last;  // elements of a token; tokens to fetch
+  int pieces;              // of each call
+  int64_t row = 0, at = 0;
+
+  Ahead(const Element* const* rows, int count, int64_t row_size, int64_t calls)
+      : rows(rows), row_size(row_size), last(count) {
+    pieces = int((kBlock * ((row_size + kPiece - 1) / kPiece) + calls - 1) / calls);
+  }
+
+  PAGED_INLINE void next(Ahead& ahead) {
+    for (int i = 0; i < ahead.pieces && ahead.row < ahead.last; i++) {
+      fetch(ahead.rows[ahead.row] + ahead.at, kPiece);
+      ahead.at += kPiece;
+      if (ahead.at >= ahead.row_size) ahead.at = 0, ahead.row++;
+    }
+  }
+};
+
 // Scores of kLanes tokens for one query head: kLanes dot products whose lane sums are taken together.
 template <class Element, int kDim>
 PAGED_INLINE Vec score_tokens(const Element* const* rows, int64_t offset, const float* query, int64_t dim) {
@@ -141,11 +167,34 @@ PAGED_INLINE Vec score_tokens(const Element* const* rows, int64_t offset, const 
   return sum_each<kLanes>(sums, 0, 1);
 }
 
+// Scores of kLanes / kHeads tokens for kHeads query heads: every key is loaded, and widened, once for all of them.
+template <class Element, int kDim, int kHeads>
+PAGED_INLINE void score_heads(const Element* const* rows, int64_t offset, const float* query, int64_t dim,
+                              float (*scores)[kBlock], int j) {
+  constexpr int kTokens = kLanes / kHeads;
+  const int64_t size = kDim ? kDim : dim;
+  Vec sums[kLanes] = {};
+  for (int64_t d = 0; d < size; d += kLanes) {
+    Vec key[kTokens];
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; t++) key[t] = load(rows[t] + offset + d);
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; h++) {
+      const Vec q = load(query + h * dim + d);
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; t++) sums[h * kTokens + t] += key[t] * q;
+    }
+  }
+  const Vec all = sum_each<kLanes>(sums, 0, 1);
+#pragma GCC unroll 4
+  for (int h = 0; h < kHeads; h++)
+    std::memcpy(scores[h] + j, reinterpret_cast<const float*>(&all) + h * kTokens, kTokens * sizeof(float));
+}
+
 // Adds count tokens' values, weighted, to kHeads query heads' sums over kVecs vectors from dimension d on. Meanwhile
-// fetches the same part of every stride-th of the tokens `ahead`: spread over the arithmetic, or it would wait for them.
-template <class Element, int kHeads, int kVecs>
-PAGED_INLINE void add_values(const Element* const* rows, const Element* const* ahead, int phase, int stride,
-                             int64_t offset, int count, const float (*weights)[kBlock], const float* factors,
+// fetches ahead: whole tokens, or the same part of every stride-th token.
+template <class Element, bool kWhole, int kHeads, int kVecs>
+PAGED_INLINE void add_values(const Element* const* rows, Ahead<Element>& ahead, int phase, int stride, int64_t offset, int count, const float (*weights)[kBlock], const float* factors,
                              float* sums, int64_t dim, int64_t d) {
   Vec acc[kHeads][kVecs];
 #pragma GCC unroll 4
@@ -153,7 +202,10 @@ PAGED_INLINE void add_values(const Element* const* rows, const Element* const* a
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; i++) acc[h][i] = load(sums + h * dim + d + i * kLanes) * factors[h];
   for (int j = 0; j < count; j++) {
-    if (j % stride == phase) fetch(ahead[j] + offset + d, kVecs * kLanes);
+    if constexpr (kWhole)
+      Ahead<Element>::next(ahead);
+    else if (j % stride == phase)
+      fetch(ahead.rows[j] + offset + d, kVecs * kLanes);
     Vec value[kVecs];
 #pragma GCC unroll 4
     for (int i = 0; i < kVecs; i++) value[i] = load(rows[j] + offset + d + i * kLanes);
@@ -194,22 +246,29 @@ struct Heads {
   float *maximum, *sum, *values;
 };
 
-// kHeads query heads of one KV head over one block.
-template <class Element, int kDim, int kHeads>
-PAGED_INLINE void decode_heads(const Call& call, const Block<Element>& block, const Block<Element>& next, int64_t first,
-                               int64_t offset, const Heads& heads) {
+// kHeads query heads of one KV head, from the group's `first` on, over one block.
+template <class Element, int kDim, bool kWhole, int kHeads>
+PAGED_INLINE void decode_heads(const Call& call, const Block<Element>& block, Ahead<Element>& ahead_k,
+                               Ahead<Element>& ahead_v, int64_t first, int64_t offset, const Heads& heads) {
   const int64_t dim = kDim ? kDim : call.dim;
-  const Block<Element>& ahead = next.count ? next : block;
-  // Each of the group's heads fetches its share of the next block's keys.
   const auto fetch_keys = [&](int j, int64_t head) {
-    for (int64_t t = kLanes * head / call.group; t < kLanes * (head + 1) / call.group; t++)
-      fetch(ahead.k[j + t] + offset, dim);
+    if constexpr (kWhole) {
+      Ahead<Element>::next(ahead_k);
+    } else {  // each of the group's heads its share of the slices
+      for (int64_t t = kLanes * head / call.group; t < kLanes * (head + 1) / call.group; t++)
+        fetch(ahead_k.rows[j + t] + offset, dim);
+    }
   };
   const int padded = (block.count + kLanes - 1) / kLanes * kLanes;
   alignas(64) float weights[kHeads][kBlock];
   alignas(64) float widened[sizeof(Element) == 2 && kHeads > 1 ? kLanes * 256 : 1];
   for (int j = 0; j < padded; j += kLanes) {
-    if constexpr (sizeof(Element) == 2 && kHeads > 1) {
+    if constexpr (kHeads == 4 && kLanes == 16) {  // sums, keys and a query fit 32 registers
+      for (int h = 0; h < kHeads; h++) {
+        fetch_keys(j, first + h);
+        score_heads<Element, kDim, kHeads>(block.k + j + 4 * h, offset, heads.query, dim, weights, j + 4 * h);
+      }
+    } else if constexpr (sizeof(Element) == 2 && kHeads > 1) {
       const float* rows[kLanes];
       for (int t = 0; t < kLanes; t++) {
         rows[t] = widened + t * dim;
@@ -234,45 +293,58 @@ PAGED_INLINE void decode_heads(const Call& call, const Block<Element>& block, co
   const int stride = int((call.group + 3) / 4), phase = int(first / 4);
   int64_t d = 0;
   for (; d + kWide * kLanes <= dim; d += kWide * kLanes)
-    add_values<Element, kHeads, kWide>(block.v, ahead.v, phase, stride, offset, block.count, weights, factors,
-                                       heads.values, dim, d);
+    add_values<Element, kWhole, kHeads, kWide>(block.v, ahead_v, phase, stride, offset, block.count, weights, factors,
+                                               heads.values, dim, d);
   for (; d < dim; d += kLanes)
-    add_values<Element, kHeads, 1>(block.v, ahead.v, phase, stride, offset, block.count, weights, factors,
-                                   heads.values, dim, d);
+    add_values<Element, kWhole, kHeads, 1>(block.v, ahead_v, phase, stride, offset, block.count, weights, factors,
+                                           heads.values, dim, d);
 }
 
-template <class Element, int kDim>
+template <class Element, bool kWhole, int kDim>
 void decode_range(const Call& call, const Item& item, const float* query, float* maximum, float* sum, float* values) {
+  const int64_t runs = call.kv_heads * ((call.group + 3) / 4);  // of decode_heads over a block
+  const int64_t wide = kWide * kLanes, parts = call.dim / wide + call.dim % wide / kLanes;
   Block<Element> blocks[2];
   int now = 0;
   blocks[0].fill(call, item.row, item.first_key, item.end_key);
   for (int64_t key = item.first_key; key < item.end_key; key += kBlock, now ^= 1) {
     Block<Element>&block = blocks[now], &next = blocks[now ^ 1];
     next.fill(call, item.row, key + kBlock, item.end_key);
+    const Block<Element>& ahead = next.count ? next : block;
+    Ahead<Element> ahead_k(ahead.k, next.count, call.token_stride(), call.heads() * (kBlock / kLanes));
+    Ahead<Element> ahead_v(ahead.v, next.count, call.token_stride(), runs * parts * kBlock);
     for (int64_t h = 0; h < call.kv_heads; h++) {
       const int64_t offset = h * call.dim;
       for (int64_t g = 0; g < call.group;) {
         const int64_t head = h * call.group + g, left = call.group - g;
         const Heads heads{query + head * call.dim, maximum + head, sum + head, values + head * call.dim};
         if (left >= 4) {
-          decode_heads<Element, kDim, 4>(call, block, next, g, offset, heads), g += 4;
+          decode_heads<Element, kDim, kWhole, 4>(call, block, ahead_k, ahead_v, g, offset, heads), g += 4;
         } else if (left == 3) {
-          decode_heads<Element, kDim, 3>(call, block, next, g, offset, heads), g += 3;
+          decode_heads<Element, kDim, kWhole, 3>(call, block, ahead_k, ahead_v, g, offset, heads), g += 3;
         } else if (left == 2) {
-          decode_heads<Element, kDim, 2>(call, block, next, g, offset, heads), g += 2;
+          decode_heads<Element, kDim, kWhole, 2>(call, block, ahead_k, ahead_v, g, offset, heads), g += 2;
         } else {
-          decode_heads<Element, kDim, 1>(call, block, next, g, offset, heads), g += 1;
+          decode_heads<Element, kDim, kWhole, 1>(call, block, ahead_k, ahead_v, g, offset, heads), g += 1;
         }
       }
     }
   }
 }
 
+template <class Element, bool kWhole>
+void decode_range(const Call& call, const Item& item, const float* query, float* maximum, float* sum, float* values) {
+  if (call.dim == 64) return decode_range<Element, kWhole, 64>(call, item, query, maximum, sum, values);
+  if (call.dim == 128) return decode_range<Element, kWhole, 128>(call, item, query, maximum, sum, values);
+  decode_range<Element, kWhole, 0>(call, item, query, maximum, sum, values);
+}
+
 template <class Element>
 void decode_range(const Call& call, const Item& item, const float* query, float* maximum, float* sum, float* values) {
-  if (call.dim == 64) return decode_range<Element, 64>(call, item, query, maximum, sum, values);
-  if (call.dim == 128) return decode_range<Element, 128>(call, item, query, maximum, sum, values);
-  decode_range<Element, 0>(call, item, query, maximum, sum, values);
+  if (call.group > 1 || call.dim * int64_t(sizeof(Element)) < 512)
+    decode_range<Element, true>(call, item, query, maximum, sum, values);
+  else
+    decode_range<Element, false>(call, item, query, maximum, sum, values);
 }
 
 void decode(const Call& call, const Item& item) {

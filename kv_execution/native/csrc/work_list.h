@@ -26,6 +26,9 @@ struct WorkList {
   int64_t bad_row = -1, bad_page = 0;        // the first row that names a page outside the pool
 };
 
+// How decode rows are cut follows from the pages they read, not from their tokens: the host keeps its copy of the plan
+// (kv_execution/split_plan.py, the same rule) until a row reads another page.
+//
 // When decode rows are cut over their keys. One request alone needs min_tokens visible, several min_tokens_per_request
 // each on average; below, every row is walked whole by one thread.
 struct Floors {
@@ -40,19 +43,24 @@ inline WorkList plan_work(const Call& call, int64_t num_rows, int64_t num_tokens
     return call.window ? std::max(first, position - call.window + 1) : first;
   };
   std::vector<Item> decodes;
+  std::vector<int64_t> extents;  // token slots of the pages that each decode reads
+  int64_t total_extent = 0;
   for (int64_t row = 0; row < num_rows; row++) {
     const int64_t begin = call.query_start[row], end = std::min<int64_t>(call.query_start[row + 1], num_tokens);
     const int64_t length = call.seq_lens[row];
     if (begin >= end || length < end - begin) continue;
     const int64_t first = oldest_key(row, length - (end - begin)), offset = call.first_page_offset[row];
-    for (int64_t i = call.kv_indptr[row] + (first - offset) / call.tokens_per_page;
-         i <= call.kv_indptr[row] + (length - 1 - offset) / call.tokens_per_page; i++)
+    const int64_t first_page = (first - offset) / call.tokens_per_page;
+    const int64_t last_page = (length - 1 - offset) / call.tokens_per_page;
+    for (int64_t i = call.kv_indptr[row] + first_page; i <= call.kv_indptr[row] + last_page; i++)
       if (call.kv_indices[i] < 0 || call.kv_indices[i] >= call.num_pages) {
         work.bad_row = row, work.bad_page = call.kv_indices[i];
         return work;
       }
     if (end - begin == 1) {
       decodes.push_back({int32_t(row), -1, begin, 1, first, length, nullptr});
+      extents.push_back((last_page - first_page + 1) * call.tokens_per_page);
+      total_extent += extents.back();
       work.num_decodes++;
       work.num_visible += length - first;
       continue;
@@ -68,11 +76,12 @@ inline WorkList plan_work(const Call& call, int64_t num_rows, int64_t num_tokens
                                                           : work.num_visible >= floors.min_tokens_per_request *
                                                                                     work.num_decodes);
   // Enough pieces that the last ones finish together, none so small that merging it costs more than reading it.
-  const int64_t chunk = (std::max(kMinChunk, work.num_visible / (4 * threads) + 1) + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
+  const int64_t chunk = (std::max(kMinChunk, total_extent / (4 * threads) + 1) + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
   std::vector<int64_t> firsts;
-  for (Item item : decodes) {
+  for (size_t i = 0; i < decodes.size(); i++) {
+    Item item = decodes[i];
     const int64_t visible = item.end_key - item.first_key;
-    const int64_t pieces = work.fused && threads > 1 ? (visible + chunk - 1) / chunk : 1;
+    const int64_t pieces = work.fused && threads > 1 ? (extents[i] + chunk - 1) / chunk : 1;
     if (pieces > 1) work.merges.push_back({item, int64_t(firsts.size()), pieces});
     const int64_t size = ((visible + pieces - 1) / pieces + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
     const int64_t last = item.end_key;
