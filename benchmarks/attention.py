@@ -32,11 +32,12 @@ import numpy as np
 
 from kv_common.page_table import KvPageTableV1, PageRow, pack_page_table
 from kv_execution.attention.api import PagedAttentionBackend
-from kv_execution.attention.native import NativeBackend
+from kv_execution.attention.native import NativeBackend, native_threads
 from kv_execution.attention.reference import ReferenceBackend
-from kv_execution.dispatch import SplitFloors, decide
+from kv_execution.dispatch import DecodeDispatch, SplitFloors
 from kv_execution.metadata import PageMetadata
 from kv_execution.native.library import LaunchCounts, native_library
+from kv_execution.split_plan import SplitPlanCache
 
 SHAPES = {"9/3x64": (9, 3, 64), "32/8x128": (32, 8, 128), "8/8x128": (8, 8, 128), "16/2x64": (16, 2, 64)}
 """Query heads / KV heads x head size; the first is SmolLM2-135M's."""
@@ -51,7 +52,12 @@ NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured cell. Times are seconds a call; ``spread`` is (90th - 10th percentile) / median."""
+    """One measured cell. Times are seconds a call; ``spread`` is (90th - 10th percentile) / median.
+
+    Bytes are the KV tokens' that the batch sees, once each: a decode's measure, ``share_of_one_core`` of its read
+    bandwidth. Operations are those of the visible query-key pairs alone, two products of ``head_dim`` each: a prefill's
+    measure, ``share_of_matmul`` of what XLA's own float32 matrix product reaches on all threads.
+    """
 
     kind: str
     shape: str
@@ -64,6 +70,8 @@ class Cell:
     spread: float
     gigabytes_per_second: float
     share_of_one_core: float
+    gigaflops_per_second: float
+    share_of_matmul: float
     dispatch: str
     launches: dict[str, int]
 
@@ -84,6 +92,13 @@ def bandwidth(threads: int, *, size: int = COLD_BYTES, seconds: float = 1.0) -> 
             list(pool.map(library.read, arrays))
             rates.append(sum(array.nbytes for array in arrays) / (time.perf_counter() - start) / 1e9)
     return median(rates)
+
+
+def matmul_rate(*, size: int = 2048, seconds: float = 1.0) -> float:
+    """Gigaflops a second of XLA's float32 matrix product on all threads: what a prefill could reach."""
+    square = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
+    product = jax.jit(jnp.matmul)
+    return 2 * size**3 / median(timed(lambda _: product(square, square), budget=seconds)) / 1e9
 
 
 def tables(kind: str, context: int, batch: int, token_bytes: int) -> tuple[list[KvPageTableV1], int]:
@@ -128,7 +143,16 @@ def check_arm(arm: str, kind: str, counts: LaunchCounts, calls: int) -> None:
 
 
 def measure(
-    kind: str, shape: str, dtype: str, context: int, batch: int, *, one_core: float, budget: float, arms: Sequence[str]
+    kind: str,
+    shape: str,
+    dtype: str,
+    context: int,
+    batch: int,
+    *,
+    one_core: float,
+    matmul: float,
+    budget: float,
+    arms: Sequence[str],
 ) -> Iterator[Cell]:
     """Time each arm on one problem."""
     heads, kv_heads, dim = SHAPES[shape]
@@ -160,16 +184,17 @@ def measure(
         )
         counts = native_library().counts().since(before)
         check_arm(arm, kind, counts, len(times) + 2)
-        floors = SplitFloors(NEVER, NEVER) if arm == "native-whole" else SplitFloors()
-        outcome = decide(
-            made[0],
-            window=None,
+        dispatch = DecodeDispatch(
             fused_kernel="the jnp reference" if arm == "reference" else None,
-            floors=floors,
+            floors=SplitFloors(NEVER, NEVER) if arm == "native-whole" else SplitFloors(),
+            plans=SplitPlanCache(native_threads(), PAGE_SIZE),
         )
+        [outcome] = dispatch.outcomes(made[0])
         seconds = median(times)
         low, high = np.percentile(times, [10, 90])
         rate = batch * context * token_bytes / seconds / 1e9
+        pairs = batch * heads * (context * (context + 1) // 2 if kind == "prefill" else context)
+        gigaflops = 4 * dim * pairs / seconds / 1e9
         yield Cell(
             kind=kind,
             shape=shape,
@@ -182,6 +207,8 @@ def measure(
             spread=float((high - low) / seconds),
             gigabytes_per_second=rate,
             share_of_one_core=rate / one_core,
+            gigaflops_per_second=gigaflops,
+            share_of_matmul=gigaflops / matmul,
             dispatch=outcome.reason,
             launches=asdict(counts),
         )
@@ -214,10 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args(arguments)
     one_core, two_cores = bandwidth(1), bandwidth(2)
+    matmul = matmul_rate()
     print(f"read bandwidth: one core {one_core:.1f} GB/s, two {two_cores:.1f} GB/s; {native_library().best}")
+    print(f"matrix products: {matmul:.0f} GFLOP/s")
     print(
         f"{'':8}{'shape':10}{'dtype':10}{'context':>8}{'batch':>6}  {'arm':14}"
-        f"{'ms':>10}{'spread':>8}{'GB/s':>8}{'of core':>8}"
+        f"{'ms':>10}{'spread':>8}{'GB/s':>8}{'of core':>8}{'GFLOP/s':>9}{'of matmul':>10}"
     )
     cells: list[Cell] = []
     try:
@@ -229,13 +258,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         for batch in options.batches if decode else (1,):
                             for cell in measure(
                                 kind, shape, dtype, context, batch,
-                                one_core=one_core, budget=options.seconds, arms=options.arms,
+                                one_core=one_core, matmul=matmul, budget=options.seconds, arms=options.arms,
                             ):  # fmt: skip
                                 cells.append(cell)
                                 print(
                                     f"{kind:8}{shape:10}{dtype:10}{context:8}{batch:6}  {cell.arm:14}"
                                     f"{cell.seconds * 1e3:10.3f}{cell.spread:8.2f}{cell.gigabytes_per_second:8.2f}"
-                                    f"{cell.share_of_one_core:8.0%}",
+                                    f"{cell.share_of_one_core:8.0%}{cell.gigaflops_per_second:9.1f}"
+                                    f"{cell.share_of_matmul:10.0%}",
                                     flush=True,
                                 )
     except WrongKernel as error:
@@ -247,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = {
             "machine": machine(),
             "read_gigabytes_per_second": {"one_core": one_core, "two_cores": two_cores, "one_core_after": after},
+            "matmul_gigaflops_per_second": matmul,
             "cells": [asdict(cell) for cell in cells],
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,26 @@ class SplitFloors:
     min_tokens_per_request: int = 0
 
 
+MEASURED_FLOORS = {"cpu": SplitFloors(512, 512)}
+"""Floors by jax platform that ``benchmarks/attention.py`` has decided (docs/adr/0002 names the cells)."""
+
+UNMEASURED_FLOORS = SplitFloors(4096, 512)
+"""Floors of every other platform, until it has been measured."""
+
+
+def floors_for(platform: str, min_tokens: int = -1, min_tokens_per_request: int = -1) -> SplitFloors:
+    """The platform's floors, each unless another is given; -1 gives none.
+
+    >>> floors_for("cuda", min_tokens_per_request=0)
+    SplitFloors(min_tokens=4096, min_tokens_per_request=0)
+    """
+    own = MEASURED_FLOORS.get(platform, UNMEASURED_FLOORS)
+    return SplitFloors(
+        own.min_tokens if min_tokens < 0 else min_tokens,
+        own.min_tokens_per_request if min_tokens_per_request < 0 else min_tokens_per_request,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DispatchOutcome:
     """What became of one step's decode rows under one attention window.

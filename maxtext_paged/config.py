@@ -18,6 +18,7 @@ from maxtext.configs.types import MaxTextConfig
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kv_common.errors import ConfigError
+from kv_execution.dispatch import MEASURED_FLOORS, UNMEASURED_FLOORS
 
 NATIVE_ENVIRONMENT_VARIABLE = "PAGED_ATTENTION_NATIVE"
 """Environment form of ``paged_attention_native``: the kill switch wins over everything."""
@@ -104,16 +105,19 @@ class PagedOptions(BaseModel):
         "PAGED_ATTENTION_NATIVE). 1: native kernels without regard to the floors below.",
     )
     paged_split_kv_min_tokens: int = Field(
-        4096,
-        ge=0,
+        -1,
+        ge=-1,
         description="Visible KV tokens from which one request alone is decoded with split-KV (also as the environment "
-        "variable PAGED_SPLIT_KV_MIN_TOKENS).",
+        f"variable PAGED_SPLIT_KV_MIN_TOKENS). -1: {MEASURED_FLOORS['cpu'].min_tokens} on CPUs, as measured, and "
+        f"{UNMEASURED_FLOORS.min_tokens} on other devices.",
     )
     paged_split_kv_min_tokens_per_request: int = Field(
-        512,
-        ge=0,
+        -1,
+        ge=-1,
         description="Visible KV tokens per request from which several are decoded with split-KV (also as the "
-        "environment variable PAGED_SPLIT_KV_MIN_TOKENS_PER_REQUEST).",
+        "environment variable PAGED_SPLIT_KV_MIN_TOKENS_PER_REQUEST). -1: "
+        f"{MEASURED_FLOORS['cpu'].min_tokens_per_request} on CPUs, as measured, and "
+        f"{UNMEASURED_FLOORS.min_tokens_per_request} on other devices.",
     )
     paged_kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Element type of the pools. auto: the model's `dtype`."

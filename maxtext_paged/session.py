@@ -25,7 +25,7 @@ from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
 from kv_execution.attention.native import native_threads
 from kv_execution.attention.select import BackendChoice, choose_backend
-from kv_execution.dispatch import DecodeDispatch, SplitFloors
+from kv_execution.dispatch import DecodeDispatch, floors_for
 from kv_execution.driver import PagedDriver
 from kv_execution.runtime import PagedRuntime
 from kv_execution.split_plan import SplitPlanCache, split_kv_workspace_bytes
@@ -191,13 +191,14 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     )
     kv_dtype = np.dtype(config.dtype).name if options.paged_kv_dtype == "auto" else options.paged_kv_dtype
     one_page = geometry.layout(mesh, num_pages=1, tokens_per_page=options.paged_tokens_per_page, dtype=kv_dtype)
-    floors = SplitFloors(options.paged_split_kv_min_tokens, options.paged_split_kv_min_tokens_per_request)
+    platform = mesh.devices.flat[0].platform
+    floors = floors_for(platform, options.paged_split_kv_min_tokens, options.paged_split_kv_min_tokens_per_request)
     switch = None if options.paged_attention_native == "auto" else int(options.paged_attention_native)
 
     def backend_for(layout: KvStorageLayoutV1) -> BackendChoice:
         return choose_backend(
             options.paged_backend,
-            mesh.devices.flat[0].platform,
+            platform,
             layout,
             tuple(dict.fromkeys(geometry.layer_options)),
             has_sinks=geometry.has_sinks,

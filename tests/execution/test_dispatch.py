@@ -13,7 +13,7 @@ from kv_control.plan import RequestId
 from kv_control.request import Request
 from kv_execution.attention.native import NativeBackend, native_threads
 from kv_execution.attention.reference import ReferenceBackend
-from kv_execution.dispatch import DecodeDispatch, SplitFloors, decide
+from kv_execution.dispatch import MEASURED_FLOORS, DecodeDispatch, SplitFloors, decide, floors_for
 from kv_execution.native.library import native_available, native_library
 from kv_execution.split_plan import SplitPlan, SplitPlanCache
 from tests.execution.paged_steps import PLAIN, assert_equals_dense, make_request, make_step, run
@@ -54,6 +54,25 @@ def test_the_floors_hold_to_the_token(sizes, kind):
     outcome = outcome_of(sizes)
     assert outcome.kind == kind
     assert outcome.batch == sum(num_new == 1 for _, num_new in sizes)
+
+
+def test_floors_are_the_platform_s_own_unless_others_are_given():
+    assert floors_for("cpu") == MEASURED_FLOORS["cpu"]
+    assert floors_for("rocm") == floors_for("cuda") == FLOORS
+    assert floors_for("cpu", 7, 0) == SplitFloors(7, 0)
+
+
+def test_a_report_says_from_where_on_each_window_s_decodes_are_fused():
+    plans = SplitPlanCache(2, 16)
+    assert list(DecodeDispatch((None, 64), floors=FLOORS, plans=plans).describe()) == [
+        f"{layers}: fused split-KV on 2 threads, for one request from 4096 visible KV tokens on "
+        "(paged_split_kv_min_tokens), for several from 512 each (paged_split_kv_min_tokens_per_request); else gather"
+        for layers in ("full attention", "window of 64")
+    ]
+    assert list(DecodeDispatch(forced=True, plans=plans).describe()) == [
+        "full attention: fused split-KV on 2 threads, always (paged_attention_native=1)"
+    ]
+    assert list(DecodeDispatch(fused_kernel="not built").describe()) == ["full attention: gather, not built"]
 
 
 def test_rows_with_several_tokens_neither_help_nor_hinder():

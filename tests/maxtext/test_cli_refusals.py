@@ -130,4 +130,9 @@ def test_doctor_names_device_versions_backend_and_with_a_configuration_the_pool(
         assert re.match(r"\s*\w+: .+", lines["backend"])  # a name and its reason
     assert "5 pages of 8 tokens" in with_config["out"] and "paged_num_pages=5" in with_config["out"]
     assert "compiled programs are kept in /kept/here" in with_config["out"]
+    assert re.search(
+        r"^decode: +full attention: (gather, |fused split-KV on \d+ threads, for one request from 512 )",
+        with_config["out"],
+        re.MULTILINE,
+    )
     assert "KV pool" not in alone["out"]

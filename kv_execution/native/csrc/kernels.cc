@@ -90,19 +90,18 @@ void write_output(const Call& call, int64_t token, int64_t head, float maximum, 
 // Turns a block's scores, -inf where nothing may be seen, into weights, and brings the running maximum and sum up to
 // date. Returns the factor for what was summed before.
 PAGED_INLINE float weigh(float* scores, int padded, float soft_cap, float& maximum, float& sum) {
-  Vec most = splat(minus_infinity());
-  for (int i = 0; i < padded; i += kLanes) {
-    Vec s = load(scores + i);
-    if (soft_cap > 0) {
-      s = select(s == splat(minus_infinity()), s, tanh_of(s * (1.0f / soft_cap)) * soft_cap);
-      store(scores + i, s);
+  if (soft_cap > 0)
+    for (int i = 0; i < padded; i += kLanes) {
+      const Vec s = load(scores + i);
+      store(scores + i, select(s == splat(minus_infinity()), s, tanh_of(s * (1.0f / soft_cap)) * soft_cap));
     }
-    most = larger(most, s);
-  }
+  Vec most = splat(minus_infinity());
+  for (int i = 0; i < padded; i += kLanes) most = larger(most, load(scores + i));
   const float before = maximum;
   maximum = std::max(maximum, max_lanes(most));
   const float shift = maximum == minus_infinity() ? 0.0f : maximum;
   Vec added{};
+#pragma GCC unroll 4
   for (int i = 0; i < padded; i += kLanes) {
     const Vec weight = exp_of(load(scores + i) - shift);
     store(scores + i, weight);
@@ -408,16 +407,14 @@ PAGED_INLINE void multiply(const float* a, int64_t a_stride, const float* b, int
     for (int i = 0; i < kVecs; i++) store(c + r * c_stride + i * kLanes, acc[r][i]);
 }
 
-// c [rows, width] (+)= a [rows, depth] @ b [depth, width]; rows a multiple of kTileHeight, width of kLanes.
-void multiply(const float* a, int64_t a_stride, const float* b, int64_t width, float* c, int64_t rows, int64_t depth,
+// c [kTileHeight, width] (+)= a [kTileHeight, depth] @ b [depth, width]; c as wide as b, width a multiple of kLanes.
+void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t width, int64_t depth,
               bool add) {
   int64_t n = 0;
   for (; n + kWide * kLanes <= width; n += kWide * kLanes)
-    for (int64_t r = 0; r < rows; r += kTileHeight)
-      multiply<kTileHeight, kWide>(a + r * a_stride, a_stride, b + n, width, c + r * width + n, width, depth, add);
+    multiply<kTileHeight, kWide>(a, a_stride, b + n, b_stride, c + n, b_stride, depth, add);
   for (; n < width; n += kLanes)
-    for (int64_t r = 0; r < rows; r += kTileHeight)
-      multiply<kTileHeight, 1>(a + r * a_stride, a_stride, b + n, width, c + r * width + n, width, depth, add);
+    multiply<kTileHeight, 1>(a, a_stride, b + n, b_stride, c + n, b_stride, depth, add);
 }
 
 // A block's keys as [dim, kBlock] and its values as [kBlock, dim], zeros behind the last one.
@@ -448,30 +445,41 @@ void tile_range(const Call& call, const Item& item) {
   float *output = query + rows * dim, *weights = output + rows * dim, *keys = weights + rows * kBlock;
   float *values = keys + kBlock * dim, *maximum = values + kBlock * dim, *sum = maximum + rows;
   std::fill(query + real * dim, query + rows * dim, 0.0f);
+  std::fill(weights + real * kBlock, weights + rows * kBlock, 0.0f);
   std::fill(output, output + rows * dim, 0.0f);
   std::fill(maximum, maximum + rows, minus_infinity());
   std::fill(sum, sum + rows, 0.0f);
   for (int64_t i = 0; i < item.num_queries; i++)
     read_query(call, item.first_query + i, item.kv_head * group, group, query + i * group * dim);
 
+  // Keys of the block from `key` on that the queries of rows [first, last] see: [from, to).
+  const auto seen = [&](int64_t first, int64_t last, int64_t key, int64_t count) {
+    const int64_t oldest = call.window ? position + first / group - call.window + 1 : 0;
+    const int64_t from = std::min<int64_t>(kBlock, std::max<int64_t>(0, oldest - key));
+    return std::make_pair(from, std::max(from, std::min(count, position + last / group + 1 - key)));
+  };
   Block<Element> block;
   for (int64_t key = item.first_key; key < item.end_key; key += kBlock) {
     block.fill(call, row, key, item.end_key);
     pack(call, block, item.kv_head * dim, keys, values);
-    multiply(query, dim, keys, kBlock, weights, rows, dim, false);
+    for (int64_t r = 0; r < rows; r += kTileHeight) {
+      const int64_t to = seen(r, std::min(r + kTileHeight, real) - 1, key, block.count).second;
+      multiply(query + r * dim, dim, keys, kBlock, weights + r * kBlock, (to + kLanes - 1) / kLanes * kLanes, dim, false);
+    }
     for (int64_t r = 0; r < real; r++) {
       float* scores = weights + r * kBlock;
-      const int64_t at = position + r / group;
-      const int64_t oldest = call.window ? at - call.window + 1 : 0;
-      const int64_t from = std::min<int64_t>(kBlock, std::max<int64_t>(0, oldest - key));
-      const int64_t to = std::max(from, std::min<int64_t>(block.count, at + 1 - key));
+      const auto [from, to] = seen(r, r, key, block.count);
       std::fill(scores, scores + from, minus_infinity());
       std::fill(scores + to, scores + kBlock, minus_infinity());
       const float factor = weigh(scores, kBlock, call.soft_cap, maximum[r], sum[r]);
       if (factor != 1.0f)
         for (int64_t d = 0; d < dim; d += kLanes) store(output + r * dim + d, load(output + r * dim + d) * factor);
     }
-    multiply(weights, kBlock, values, dim, output, rows, block.count, true);
+    for (int64_t r = 0; r < rows; r += kTileHeight) {
+      const auto [from, to] = seen(r, std::min(r + kTileHeight, real) - 1, key, block.count);
+      if (from < to)
+        multiply(weights + r * kBlock + from, kBlock, values + from * dim, dim, output + r * dim, dim, to - from, true);
+    }
   }
   for (int64_t r = 0; r < real; r++)
     write_output(call, item.first_query + r / group, item.kv_head * group + r % group, maximum[r], sum[r],
