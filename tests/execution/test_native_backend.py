@@ -62,6 +62,20 @@ class TestNativeBackendV3(BackendConformance):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 3), (4, 1), (10, 2), (16, 2)])
+def test_each_way_of_sharing_keys_among_query_heads_equals_dense_attention(rng, heads, kv_heads, dim, dtype):
+    """Head sizes and groups that have loops of their own, over several blocks and both ways of reading ahead."""
+    sizes = [(300, 1), (65, 1), (64, 1), (1, 1), (140, 77)]
+    requests = [
+        make_request(rng, length, num_new, heads=heads, kv_heads=kv_heads, dim=dim) for length, num_new in sizes
+    ]
+    step, options = make_step(requests, page_size=16, num_pages=128), replace(PLAIN, scale=dim**-0.5)
+    stored = replace(step, requests=rounded(step.requests, dtype, ("key", "value")))
+    assert_equals_dense(run(NativeBackend(), step, options, dtype=dtype), stored, options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [[(1900, 1)], [(700, 1), (5, 1), (1100, 1), (40, 10)]], ids=["alone", "several"])
 def test_split_over_keys_or_walked_whole_a_decode_is_the_same(rng, dtype, sizes):
     """Three instruction sets, cut and whole, with a window, a cap and sinks: dense is the judge of each."""
