@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from kv_control.request import FinishReason
 from maxtext_paged.row_fields import KEYS, OPTIONS, OTHER_NAMES, PROMPTS, UNSUPPORTED, token_ids
@@ -317,7 +317,19 @@ def dump_line(value: dict[str, Any]) -> bytes:
     )
 
 
-def write_line(file: BinaryIO, value: dict[str, Any]) -> None:
+class Writable(Protocol):
+    """A file, as far as records need one."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take all of it."""
+        ...
+
+    def flush(self) -> object:
+        """Hand it on."""
+        ...
+
+
+def write_line(file: Writable, value: dict[str, Any]) -> None:
     """Write one record and hand it to the operating system, so that a crash loses no finished row."""
     file.write(dump_line(value))
     file.flush()

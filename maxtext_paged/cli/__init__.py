@@ -62,6 +62,7 @@ exit codes:
   0  all rows were answered          3    the engine or the output failed; what was written is good
   1  some rows have error records    130  interrupted (143: terminated); what was written is good
   2  nothing was run: usage
+After 3, 130 and 143 the output is incomplete: the same command with --resume runs the rest.
 """
 
 _OVERRIDES = "MaxText's options and this package's paged_* ones; they win over CONFIG.yml"
@@ -106,6 +107,10 @@ with n above 1 choices, one for each sample.
     generate.add_argument("-o", "--output", required=True, metavar="FILE", help="completions; - writes to stdout")
     generate.add_argument("--strict", action="store_true", help="list every unusable line and run nothing if any is")
     generate.add_argument("--overwrite", action="store_true", help="replace an existing output file")
+    generate.add_argument("--resume", action="store_true", help="run the rows that have no record in the output yet")
+    generate.add_argument(
+        "--resume-anyway", action="store_true", help="as --resume, also where model, options or input have changed"
+    )
     generate.add_argument("--no-progress", action="store_true", help="say nothing while running")
 
     convert = commands.add_parser(

@@ -258,8 +258,8 @@ def test_neither_torch_nor_jetstream_is_imported_even_where_they_are_installed(m
     assert "maxtext" in mixed.finished.report["packages"]
 
 
-def test_nothing_is_left_on_disk_but_the_output_and_the_compiled_programs(mixed: MixedJob) -> None:
+def test_nothing_is_left_on_disk_but_the_output_its_run_file_and_the_compiled_programs(mixed: MixedJob) -> None:
     files = [path.relative_to(mixed.home) for path in mixed.home.rglob("*") if path.is_file()]
     cached = [path for path in files if path.is_relative_to("cache/maxtext-paged/jax")]
-    assert [str(path) for path in files if path not in cached] == ["out.jsonl"]
+    assert sorted(str(path) for path in files if path not in cached) == ["out.jsonl", "out.jsonl.run.json"]
     assert any("paged_step" in path.name for path in cached)
