@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from maxtext_paged.cli import CommandError
+from maxtext_paged.formats.parquet import SUFFIX, require_pyarrow
 
 STANDARD = "-"
 
@@ -30,7 +31,7 @@ def check_paths(input_path: str, output_path: str, *, overwrite: bool, resume: b
     source = Path(input_path)
     if input_path != STANDARD:
         if source.is_dir():
-            raise CommandError(f"{input_path} is a directory: the input is a file of JSON lines")
+            raise CommandError(f"{input_path} is a directory: the input is a file")
         if not source.exists():
             raise CommandError(f"{input_path}: no such input file")
         if not os.access(source, os.R_OK):
@@ -53,8 +54,18 @@ def check_paths(input_path: str, output_path: str, *, overwrite: bool, resume: b
             raise CommandError(f"{output_path} exists: choose another output, or --resume or --overwrite it")
     elif resume and target.exists():
         raise CommandError(f"{output_path} is not a file: there is nothing to --resume")
+    unfinished = rows_path(output_path)
+    if unfinished != output_path:
+        require_pyarrow(output_path)
+        if Path(unfinished).exists() and not (overwrite or resume):
+            raise CommandError(f"{unfinished} exists: --resume its job, --overwrite it or choose another output")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise CommandError(f"{output_path}: cannot be written")
+
+
+def rows_path(output: str) -> str:
+    """Where records are appended: the output itself, or a file beside it where that cannot be appended to."""
+    return f"{output}.unfinished.jsonl" if output.endswith(SUFFIX) else output
 
 
 def _same_file(input_path: str, target: Path) -> bool:
@@ -83,9 +94,3 @@ def open_input(path: str) -> Iterator[BinaryIO]:
     finally:
         if path != STANDARD:
             source.close()
-
-
-def rewound(file: BinaryIO, start: int) -> BinaryIO:
-    """The file, at ``start``."""
-    file.seek(start)
-    return file

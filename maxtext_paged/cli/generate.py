@@ -8,7 +8,6 @@ May import: maxtext_paged; MaxText through ``import_maxtext`` only.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import time
 import traceback
@@ -19,12 +18,14 @@ from typing import TYPE_CHECKING
 from maxtext_paged.cli import ExitCode, one_line, say
 from maxtext_paged.cli.checking import check
 from maxtext_paged.cli.configuration import check_arguments
-from maxtext_paged.cli.files import check_paths, open_input, rewound
+from maxtext_paged.cli.files import check_paths, open_input
 from maxtext_paged.cli.interruption import Interrupted, Interruption
 from maxtext_paged.cli.model import open_model
 from maxtext_paged.cli.output import Output, PipedOutput, claim_output
 from maxtext_paged.cli.progress import JobCounts, JobProgress
-from maxtext_paged.formats import BadRow, Choice, InputRow, RowError, Writable, read_rows, record, write_line
+from maxtext_paged.cli.run_file import run_id
+from maxtext_paged.formats import OWN, BadRow, Choice, Form, InputRow, RowError, Writable, write_line
+from maxtext_paged.formats.sources import open_source
 from maxtext_paged.intake import Intake, Tokenizer, completion_text
 from maxtext_paged.rows import Row, RowResult
 
@@ -56,16 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, interruption: Interruption, output: Output | PipedOutput) -> int:
     model = open_model(arguments.config, arguments.overrides)
-    with open_input(arguments.input) as source:
-        start = source.tell()
-        digest = hashlib.file_digest(source, "sha256").hexdigest()  # type: ignore[arg-type]
-        source.seek(start)
-        checked = check(
-            arguments.input,
-            lambda: read_rows(rewound(source, start)),
-            judge=model.intake.row if arguments.strict else None,
-        )
-        run = {**model.identity, "input": {"sha256": digest, "rows": checked.num_rows}}
+    with open_input(arguments.input) as file:
+        source = open_source(arguments.input, file)
+        if source.form is not OWN:
+            say(f"{arguments.input} has rows of the {source.form.name} form; so have the records")
+        checked = check(arguments.input, source.rows, judge=model.intake.row if arguments.strict else None)
+        run = {**model.identity, "input": {"sha256": source.digest(), "rows": checked.num_rows}}
         earlier = output.take_up(run, checked.ids)
         if earlier.num_torn:
             say(f"{arguments.output}: its last record is torn ({earlier.num_torn} bytes): that row is run again")
@@ -83,10 +80,11 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
             counts=counts,
             earlier=earlier,
             output=output.begin(run),
+            form=source.form.of_run(run_id(run)),
             interruption=interruption,
             progress=JobProgress(checked.num_rows, sys.stderr, enabled=not arguments.no_progress),
         )
-        code = job.run(read_rows(rewound(source, start)))
+        code = job.run(source.rows())
         if counts.done == counts.total:
             code = _complete(counts, output)
         elif output.keeps_runs:
@@ -111,6 +109,7 @@ class Job:
 
     Args:
       earlier: indices of rows that have theirs already.
+      form: of the records.
     """
 
     def __init__(
@@ -125,6 +124,7 @@ class Job:
         interruption: Interruption,
         progress: JobProgress,
         earlier: Container[int] = (),
+        form: Form = OWN,
     ) -> None:
         self.counts = counts
         self._worker = worker
@@ -135,6 +135,7 @@ class Job:
         self._interruption = interruption
         self._progress = progress
         self._earlier = earlier
+        self._form = form
         self._sources: dict[int, InputRow] = {}
         self._started = time.monotonic()
 
@@ -225,7 +226,7 @@ class Job:
         return Choice(text, result.completion_ids.tolist(), result.finish_reason, error)
 
     def _write(self, row: InputRow | BadRow, **outcome: object) -> None:
-        written = record(row, **outcome)  # type: ignore[arg-type]
+        written = self._form.record(row, **outcome)
         try:
             write_line(self._output, written)
         except OSError as error:

@@ -2,11 +2,15 @@
 
 For:        claiming it, taking up what is there, and leaving whole lines whatever happens while one is written.
 Not for:    what a record says (formats) or which run it belongs to (run_file.py).
-May import: the standard library, maxtext_paged.cli.
+May import: the standard library, maxtext_paged.cli and formats.
+
+A Parquet file is nothing until its last byte: its records are appended to JSON lines beside it, and converted when all
+are there.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
@@ -17,9 +21,10 @@ from typing import BinaryIO
 
 from maxtext_paged.cli import CommandError
 from maxtext_paged.cli.earlier import EarlierRecords, read_earlier
-from maxtext_paged.cli.files import STANDARD
+from maxtext_paged.cli.files import STANDARD, rows_path
 from maxtext_paged.cli.run_file import Fingerprint, RunFile, check_same_run
 from maxtext_paged.formats import Writable
+from maxtext_paged.formats.parquet import write_records
 from maxtext_paged.intake import IdCheck
 
 
@@ -61,11 +66,12 @@ class Output:
 
     def __init__(self, path: str, *, overwrite: bool, resume: bool, anyway: bool) -> None:
         self._path, self._overwrite, self._anyway = path, overwrite, anyway
+        self._rows_path = rows_path(path)
         self._descriptor: int | None = None
         self._run_file = RunFile(path)
         self._run_file.read()
         self._earlier = EarlierRecords()
-        if resume and Path(path).exists():
+        if resume and Path(self._rows_path).exists():
             self._descriptor = self._open(os.O_RDWR | os.O_APPEND)
 
     def take_up(self, fingerprint: Fingerprint, ids: IdCheck) -> EarlierRecords:
@@ -79,12 +85,14 @@ class Output:
           CommandError: they are another run's, or no records of ours.
         """
         if self._descriptor is None:
+            if self._rows_path != self._path and Path(self._path).exists() and not self._overwrite:
+                self._take_whole(fingerprint, ids)
             return self._earlier
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             file.seek(0)
             if os.fstat(file.fileno()).st_size and not self._anyway:
                 check_same_run(self._path, self._run_file.last, fingerprint)
-            self._earlier = read_earlier(self._path, file, ids)
+            self._earlier = read_earlier(self._rows_path, file, ids)
         return self._earlier
 
     def begin(self, fingerprint: Fingerprint) -> Writable:
@@ -101,12 +109,16 @@ class Output:
         try:
             self._run_file.stage(runs)
             if self._descriptor is None:
+                if self._rows_path != self._path and not self._overwrite and Path(self._path).exists():
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._path)
                 flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | (0 if self._overwrite else os.O_EXCL)
                 self._descriptor = self._open(flags)
             os.ftruncate(self._descriptor, self._earlier.end)  # a torn record; all there is, if that is not wanted
             self._run_file.commit()
-        except FileExistsError:
-            raise CommandError(f"{self._path} exists: choose another output, or --resume or --overwrite it") from None
+        except FileExistsError as error:
+            raise CommandError(
+                f"{error.filename} exists: choose another output, or --resume or --overwrite it"
+            ) from None
         except OSError as error:
             raise CommandError(f"{self._path}: cannot be written: {error.strerror}") from error
         return RecordFile(self._descriptor)
@@ -115,13 +127,42 @@ class Output:
         """Every row has its record: make sure that they stay, and note it.
 
         Raises:
-          OSError: the disk is full or gone.
+          OSError: the disk is full or gone. Nothing is lost: ``--resume`` ends the job.
         """
         if self._descriptor is None:
             return
         os.fsync(self._descriptor)
+        if self._rows_path != self._path:
+            self._convert()
         self._run_file.stage(self._run_file.runs, {"ok": ok, "failed": failed})
         self._run_file.commit()
+        if self._rows_path != self._path:
+            os.unlink(self._rows_path)
+
+    def _take_whole(self, fingerprint: Fingerprint, ids: IdCheck) -> None:
+        """A Parquet file is there only once its job is complete, and cannot be added to."""
+        check_same_run(self._path, self._run_file.last, fingerprint)
+        if self._run_file.finished is None:
+            raise CommandError(f"{self._path} is complete, and its run file does not know it: choose another output")
+        for index in range(len(ids)):
+            self._earlier.add(index, failed=index < self._run_file.finished["failed"])
+
+    def _convert(self) -> None:
+        """Put the records into a Parquet file, which appears whole."""
+
+        def read() -> Iterator[bytes]:
+            with open(self._rows_path, "rb") as file:
+                yield from file
+
+        staged = f"{self._path}.new"
+        try:
+            write_records(staged, read)
+            with open(staged, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(staged, self._path)
+        except BaseException:
+            Path(staged).unlink(missing_ok=True)
+            raise
 
     def close(self) -> None:
         """Let others have it."""
@@ -131,12 +172,12 @@ class Output:
             self._descriptor = None
 
     def _open(self, flags: int) -> int:
-        descriptor = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(self._rows_path, flags | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            raise CommandError(f"{self._path}: another process is writing it") from None
+            raise CommandError(f"{self._rows_path}: another process is writing it") from None
         except OSError:  # a file system without locks
             pass
         return descriptor

@@ -10,6 +10,7 @@ that reads such files reads it. It stays when the job is complete: then ``--resu
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -56,6 +57,11 @@ def check_same_run(output: str, before: Fingerprint | None, now: Fingerprint) ->
         more = f" (and {len(found) - _SHOWN_DIFFERENCES} more)" if len(found) > _SHOWN_DIFFERENCES else ""
         listed = "; ".join(found[:_SHOWN_DIFFERENCES])
         raise CommandError(f"{output} is another run's: {listed}{more}: {anyway}")
+
+
+def run_id(run: Fingerprint) -> str:
+    """A short name of a run, the same whenever it is resumed."""
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class RunFile:

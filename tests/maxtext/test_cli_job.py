@@ -132,7 +132,17 @@ def test_every_row_has_exactly_one_record_with_its_index_line_and_id(mixed: Mixe
 
 def test_all_records_have_one_shape(mixed: MixedJob) -> None:
     for row in mixed.records:
-        assert list(row) == ["id", "index", "line", "text", "token_ids", "finish_reason", "usage", "error"]
+        assert list(row) == [
+            "id",
+            "index",
+            "line",
+            "text",
+            "token_ids",
+            "finish_reason",
+            "usage",
+            "status_code",
+            "error",
+        ]
         assert row["usage"]["total_tokens"] == row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"]
         if row["error"] is None:
             assert isinstance(row["text"], str)
