@@ -121,6 +121,8 @@ class Output:
             ) from None
         except OSError as error:
             raise CommandError(f"{self._path}: cannot be written: {error.strerror}") from error
+        finally:
+            self._run_file.unstage()
         return RecordFile(self._descriptor)
 
     def finish(self, *, ok: int, failed: int) -> None:

@@ -109,14 +109,18 @@ class RunFile:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:
-            with suppress(OSError):
-                self._staged.unlink(missing_ok=True)
+            self.unstage()
             raise
         self.runs, self.finished = runs, finished
 
     def commit(self) -> None:
         """Replace the file by what was staged, at once."""
         os.replace(self._staged, self.path)
+
+    def unstage(self) -> None:
+        """Leave nothing of what was staged and not committed."""
+        with suppress(OSError):
+            self._staged.unlink(missing_ok=True)
 
 
 def _shown(value: Any) -> str:

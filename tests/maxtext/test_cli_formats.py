@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from maxtext_paged.__main__ import main
-from maxtext_paged.cli import checking, generate, output
+from maxtext_paged.cli import CommandError, checking, generate, output
 from maxtext_paged.formats import InputRow, parquet
 from maxtext_paged.formats.sources import open_source
 from tests.cli_runs import ROOT, environment, records
@@ -317,3 +317,12 @@ def test_an_unfinished_parquet_file_is_json_lines_and_is_resumed(
     monkeypatch.setattr(generate, "open_model", lambda path, overrides: fake_model(temperature=0.5))
     assert main([*words, "--resume"]) == 2
     assert "sampling temperature" in capsys.readouterr().err
+
+
+def test_a_parquet_file_that_appeared_meanwhile_is_not_replaced() -> None:
+    with output.claim_output("out.parquet") as claimed:
+        Path("out.parquet").write_bytes(b"somebody else's")
+        with pytest.raises(CommandError, match=r"out\.parquet exists"):
+            claimed.begin({})
+    assert Path("out.parquet").read_bytes() == b"somebody else's"
+    assert sorted(path.name for path in Path().iterdir()) == ["c.yml", "out.parquet"]

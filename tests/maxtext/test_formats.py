@@ -255,6 +255,10 @@ def test_every_line_that_shares_an_id_is_refused_with_the_numbers_of_both() -> N
 
 def test_a_word_and_a_number_are_different_ids_and_rows_without_one_never_clash() -> None:
     assert repeated("1", 1, None, None) == [None] * 4
+    check = IdCheck()
+    for line in range(3):
+        check.add(None, line)
+    assert not check.repeated().lines  # else the file would be read once more for nothing
 
 
 @given(st.lists(st.integers(0, 5) | st.sampled_from(["a", "b"]), max_size=12))
