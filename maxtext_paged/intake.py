@@ -1,7 +1,7 @@
 """From a row of a file to a row of the loop: tokens, defaults, and the limits of one model.
 
 For:        encoding, filling in the configured sampling, and refusing what this model can never run.
-Not for:    the shape of a line (formats.py), or what the pool has room for (the scheduler says that at submit).
+Not for:    the shape of a line (formats), or what the pool has room for (the scheduler says that at submit).
 May import: the standard library, numpy, kv_common, kv_control, maxtext_paged.rows and formats.
 """
 

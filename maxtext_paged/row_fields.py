@@ -1,7 +1,7 @@
 """What each key of an input row may hold.
 
 For:        the table of a row's options with their checks, and the keys of other tools that are refused by name.
-Not for:    reading lines (formats.py) or limits that depend on a model (intake.py).
+Not for:    reading lines (formats) or limits that depend on a model (intake.py).
 May import: the standard library, maxtext_paged.rows.
 """
 

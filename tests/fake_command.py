@@ -5,7 +5,7 @@ Not for:    importing.
 May import: the standard library, maxtext_paged, tests/fake_engine.py.
 
 The plan is an object with
-  report      where to write what happened: {"codes", "kills", "peak_kib"};
+  report      where to write what happened: {"kills", "peak_kib", "cpu_s"};
   model       arguments of ``fake_model``;
   kills       SIGKILLs to survive before the last run, each at a random moment of a run of its own;
   within_s    the moment's upper bound; seed: of the moments;
@@ -93,5 +93,5 @@ if __name__ == "__main__":
     assert not {"jax", "maxtext"} & set(sys.modules)
     if "report" in plan:
         peak = int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss has the parent's
-        Path(plan["report"]).write_text(json.dumps({"kills": kills, "peak_kib": peak}))
+        Path(plan["report"]).write_text(json.dumps({"kills": kills, "peak_kib": peak, "cpu_s": time.process_time()}))
     sys.exit(code)

@@ -21,7 +21,7 @@ from maxtext_paged.row_fields import UNSUPPORTED
 MAGIC = b"PAR1"
 SUFFIX = ".parquet"
 _BATCH_ROWS = 256
-_GROUP_BYTES = 32 * 2**20
+_GROUP_BYTES = 8 * 2**20
 """Of a row group that is written, as Arrow holds it: Python's objects for it would be several times that."""
 
 
