@@ -1,7 +1,7 @@
 """From a row of a file to a row of the loop: tokens, defaults, and the limits of one model.
 
 For:        encoding, filling in the configured sampling, and refusing what this model can never run.
-Not for:    the shape of a line (formats.py), or what the pool has room for (the scheduler says that at submit).
+Not for:    the shape of a line (formats), or what the pool has room for (the scheduler says that at submit).
 May import: the standard library, numpy, kv_common, kv_control, maxtext_paged.rows and formats.
 """
 
@@ -146,7 +146,7 @@ class RepeatedIds:
 
     def error(self, row_id: str | int | None, line: int) -> RowError | None:
         """Why the row on ``line`` is refused, if its id is one of them."""
-        found = self.lines.get(_digest(row_id)) if row_id is not None and self.lines else None
+        found = self.lines.get(id_digest(row_id)) if row_id is not None and self.lines else None
         if found is None:
             return None
         first, second, count = found
@@ -157,7 +157,7 @@ class RepeatedIds:
 
 
 class IdCheck:
-    """Finds ids that repeat, in 16 bytes a row.
+    """Every row's id, in 12 bytes a row: finds those that repeat.
 
     >>> check = IdCheck()
     >>> for line, row_id in enumerate(["a", 1, "1", "a"], start=1):
@@ -168,27 +168,39 @@ class IdCheck:
 
     def __init__(self) -> None:
         self._digests = array("Q")
-        self._lines = array("Q")
+        self._lines = array("I")
+
+    def __len__(self) -> int:
+        return len(self._digests)
 
     def add(self, row_id: str | int | None, line: int) -> None:
-        """Take the id of the row on ``line``; rows without one are not compared."""
-        if row_id is not None:
-            self._digests.append(_digest(row_id))
-            self._lines.append(line)
+        """Take the id of the next row, the one on ``line``; those without one are not compared."""
+        self._digests.append(_NO_ID if row_id is None else id_digest(row_id))
+        self._lines.append(line)
+
+    def is_of(self, index: int, row_id: str | int | None) -> bool:
+        """Whether row ``index`` has this id."""
+        return self._digests[index] == (_NO_ID if row_id is None else id_digest(row_id))
 
     def repeated(self) -> RepeatedIds:
         """The ids that were added more than once."""
-        digests = np.frombuffer(self._digests, np.uint64) if self._digests else np.zeros(0, np.uint64)
-        order = np.argsort(digests, kind="stable")  # equal ids side by side, each in order of lines
-        _, starts, counts = np.unique(digests[order], return_index=True, return_counts=True)
-        found = {}
-        for start, count in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
-            first, second = order[start : start + 2].tolist()
-            found[self._digests[first]] = (self._lines[first], self._lines[second], count)
+        if not self._digests:
+            return RepeatedIds()
+        digests = np.frombuffer(self._digests, np.uint64)
+        ordered = np.sort(digests)  # a copy, and the only one
+        several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+        found: dict[int, tuple[int, int, int]] = {}
+        for place in np.flatnonzero(np.isin(digests, several[several != _NO_ID])).tolist():
+            digest, line = self._digests[place], self._lines[place]
+            first, second, count = found.get(digest, (line, line, 0))
+            found[digest] = (first, line if count == 1 else second, count + 1)
         return RepeatedIds(found)
 
 
-def _digest(row_id: str | int) -> int:
+_NO_ID = 0
+
+
+def id_digest(row_id: str | int) -> int:
     """64 bits of a cryptographic hash; "1" and 1 differ."""
     data = json.dumps(row_id).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

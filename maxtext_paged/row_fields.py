@@ -1,7 +1,7 @@
 """What each key of an input row may hold.
 
 For:        the table of a row's options with their checks, and the keys of other tools that are refused by name.
-Not for:    reading lines (formats.py) or limits that depend on a model (intake.py).
+Not for:    reading lines (formats) or limits that depend on a model (intake.py).
 May import: the standard library, maxtext_paged.rows.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 from maxtext_paged.rows import MAX_SAMPLES
 
 PROMPTS = ("prompt", "messages", "tokens")
+MAX_ID_CHARACTERS = 512
 _MAX_TOKEN_ID = 2**31 - 1
 
 Check = Callable[[Any], str | None]
@@ -64,6 +65,7 @@ OPTIONS: dict[str, Check] = {
 }
 
 _LATER = "is not supported yet"
+_OTHER_FORM = "belongs to OpenAI's batch form, and the first row of this file has our own: one form a file"
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "best_of": ("is not supported: ask for `n` samples and choose among them", (1,)),
     "tenant": ("is not read from rows: the engine's owner sets `paged_tenant`", ()),
@@ -80,6 +82,7 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "echo": (_LATER, (False,)),
     "suffix": ("is not supported: text is only continued", ()),
     "stream": ("is not supported: records are written as rows finish", (False,)),
+    "stream_options": ("is not supported: records are written as rows finish", ()),
     "response_format": ("is not supported: output is not constrained", ({"type": "text"},)),
     "structured_outputs": ("is not supported: output is not constrained", ()),
     "guided_json": ("is not supported: output is not constrained", ()),
@@ -93,13 +96,27 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "lora": ("is not supported: the configuration names the weights", ()),
     "lora_request": ("is not supported: the configuration names the weights", ()),
     "adapter": ("is not supported: the configuration names the weights", ()),
+    "length_penalty": ("is not supported: rows are sampled", (1,)),
+    "truncate_prompt_tokens": ("is not supported: a prompt that is too long is refused, never cut", ()),
+    "add_special_tokens": (_LATER, (True,)),
+    "skip_special_tokens": (_LATER, (True,)),
+    "spaces_between_special_tokens": (_LATER, (True,)),
+    "include_stop_str_in_output": (_LATER, (False,)),
+    "add_generation_prompt": (_LATER, (True,)),
+    "continue_final_message": (_LATER, (False,)),
+    "chat_template": (f"{_LATER} in rows: the tokenizer's directory has it", ()),
+    "chat_template_kwargs": (_LATER, ({},)),
+    "priority": ("is not supported: rows run as there is room for them", (0,)),
+    "modalities": ("is not supported: text only", (["text"],)),
+    "parallel_tool_calls": (_LATER, (True, False)),
+    "reasoning_effort": (_LATER, ()),
     "model": ("is not read from rows: the configuration names the model", ()),
     "images": ("is not supported: text only", ([],)),
     "audio": ("is not supported: text only", ()),
-    "custom_id": (f"belongs to the OpenAI batch form, which {_LATER}: use `id`", ()),
-    "body": (f"belongs to the OpenAI batch form, which {_LATER}: put its keys on the line itself", ()),
-    "url": (f"belongs to the OpenAI batch form, which {_LATER}", ()),
-    "method": (f"belongs to the OpenAI batch form, which {_LATER}", ()),
+    "custom_id": (_OTHER_FORM, ()),
+    "body": (_OTHER_FORM, ()),
+    "url": (_OTHER_FORM, ()),
+    "method": (_OTHER_FORM, ()),
 }
 """Keys that are known elsewhere: why not here, and the values that ask for nothing and pass."""
 
@@ -118,3 +135,17 @@ OTHER_NAMES = {
     "conversation": "messages",
 }
 """What other tools call a key of ours; spelling alone would suggest the wrong one."""
+
+# --- OpenAI's batch form -----------------------------------------------------------------------------------
+
+BATCH_PROMPTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+"""The prompt of a body, by the row's url. Options have their names here as in ``OPTIONS`` ..."""
+
+BATCH_NAMES = {"max_completion_tokens": "max_tokens"}
+"""... but for these."""
+
+BATCH_LABELS = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
+"""Keys of a body that change nothing here; ``model`` is echoed, the configuration names the one that answers."""
+
+BATCH_DEFAULTS = {"/v1/completions": {"max_tokens": 16}, "/v1/chat/completions": {}}
+"""What that interface documents where a body is silent."""

@@ -1,7 +1,7 @@
 """One row in, one row out: the values between files or Python callers and the paged loop.
 
 For:        what a caller asks of a row, and what it gets back whatever happened to it.
-Not for:    reading or writing files (formats.py) or MaxText's CompletionOutput (offline_engine.py).
+Not for:    reading or writing files (formats) or MaxText's CompletionOutput (offline_engine.py).
 May import: numpy, kv_common, kv_control.
 """
 

@@ -62,6 +62,7 @@ exit codes:
   0  all rows were answered          3    the engine or the output failed; what was written is good
   1  some rows have error records    130  interrupted (143: terminated); what was written is good
   2  nothing was run: usage
+After 3, 130 and 143 the output is incomplete: the same command with --resume runs the rest.
 """
 
 _OVERRIDES = "MaxText's options and this package's paged_* ones; they win over CONFIG.yml"
@@ -81,8 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser(
         "generate",
-        help="complete the prompts of a JSONL file",
-        description="Complete the prompts of a JSONL file with the model that CONFIG.yml describes.",
+        help="complete the prompts of a file",
+        description="Complete the prompts of a file with the model that CONFIG.yml describes.",
         epilog="""\
 each input line is one JSON object with exactly one of
   prompt          text to continue
@@ -92,8 +93,11 @@ and any of id, max_tokens, temperature, top_k, top_p, min_p, seed, stop_token_id
 Where a line is silent, decode_sampling_* of the configuration apply (greedy by default), and a completion may
 be as long as max_target_length has room for.
 
-each output line, in order of completion, has id, index, line, text, token_ids, finish_reason, usage and error, and
-with n above 1 choices, one for each sample.
+each output line, in order of completion, has id, index, line, text, token_ids, finish_reason, usage, status_code and
+error, and with n above 1 choices, one for each sample.
+
+OpenAI batch files (custom_id, method, url, body) are recognised and answered in their own form; Parquet is read and,
+where the output's name ends in .parquet, written (docs/files.md).
 
 """
         + _EXIT_CODES,
@@ -102,10 +106,14 @@ with n above 1 choices, one for each sample.
     )
     generate.add_argument("config", metavar="CONFIG.yml", help="MaxText configuration, such as `convert` writes")
     generate.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES)
-    generate.add_argument("-i", "--input", required=True, metavar="FILE", help="prompts, one a line; - reads stdin")
+    generate.add_argument("-i", "--input", required=True, metavar="FILE", help="prompts, one a row; - reads stdin")
     generate.add_argument("-o", "--output", required=True, metavar="FILE", help="completions; - writes to stdout")
     generate.add_argument("--strict", action="store_true", help="list every unusable line and run nothing if any is")
     generate.add_argument("--overwrite", action="store_true", help="replace an existing output file")
+    generate.add_argument("--resume", action="store_true", help="run the rows that have no record in the output yet")
+    generate.add_argument(
+        "--resume-anyway", action="store_true", help="as --resume, also where model, options or input have changed"
+    )
     generate.add_argument("--no-progress", action="store_true", help="say nothing while running")
 
     convert = commands.add_parser(

@@ -1,7 +1,7 @@
-"""The input and the output of a job: files, or stdin and stdout.
+"""The paths of a job, before any work is done, and its input.
 
-For:        refusing what would lose somebody's data, before any work is done.
-Not for:    what stands in them (formats.py).
+For:        refusing what would lose somebody's data; an input that can be read twice.
+Not for:    what stands in it (formats), or the output (output.py).
 May import: the standard library.
 """
 
@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from maxtext_paged.cli import CommandError
+from maxtext_paged.formats.parquet import SUFFIX, require_pyarrow
 
 STANDARD = "-"
 
 
-def check_paths(input_path: str, output_path: str, *, overwrite: bool) -> None:
-    """Refuse a missing input, an existing output, and an output that is the input.
+def check_paths(input_path: str, output_path: str, *, overwrite: bool, resume: bool = False) -> None:
+    """Refuse a missing input, an existing output unless it may be replaced or gone on with, and one that is the input.
 
     Raises:
       CommandError: which, and what to do.
@@ -31,12 +31,16 @@ def check_paths(input_path: str, output_path: str, *, overwrite: bool) -> None:
     source = Path(input_path)
     if input_path != STANDARD:
         if source.is_dir():
-            raise CommandError(f"{input_path} is a directory: the input is a file of JSON lines")
+            raise CommandError(f"{input_path} is a directory: the input is a file")
         if not source.exists():
             raise CommandError(f"{input_path}: no such input file")
         if not os.access(source, os.R_OK):
             raise CommandError(f"{input_path}: the input file cannot be read")
+    if overwrite and resume:
+        raise CommandError("--overwrite begins anew and --resume goes on: which?")
     if output_path == STANDARD:
+        if resume:
+            raise CommandError("--resume goes on with a file: -o - has none")
         return
     target = Path(output_path)
     if target.is_dir():
@@ -46,10 +50,22 @@ def check_paths(input_path: str, output_path: str, *, overwrite: bool) -> None:
     if target.is_file():
         if _same_file(input_path, target):
             raise CommandError(f"{output_path} is the input: the output would overwrite it")
-        if not overwrite:
-            raise CommandError(f"{output_path} exists: choose another output, or --overwrite it")
+        if not (overwrite or resume):
+            raise CommandError(f"{output_path} exists: choose another output, or --resume or --overwrite it")
+    elif resume and target.exists():
+        raise CommandError(f"{output_path} is not a file: there is nothing to --resume")
+    unfinished = rows_path(output_path)
+    if unfinished != output_path:
+        require_pyarrow(output_path)
+        if Path(unfinished).exists() and not (overwrite or resume):
+            raise CommandError(f"{unfinished} exists: --resume its job, --overwrite it or choose another output")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise CommandError(f"{output_path}: cannot be written")
+
+
+def rows_path(output: str) -> str:
+    """Where records are appended: the output itself, or a file beside it where that cannot be appended to."""
+    return f"{output}.unfinished.jsonl" if output.endswith(SUFFIX) else output
 
 
 def _same_file(input_path: str, target: Path) -> bool:
@@ -78,45 +94,3 @@ def open_input(path: str) -> Iterator[BinaryIO]:
     finally:
         if path != STANDARD:
             source.close()
-
-
-@contextmanager
-def claim_output(path: str, *, overwrite: bool) -> Iterator[Callable[[], BinaryIO]]:
-    """A function that opens the output, to be called when there is something to run: until then no file appears.
-
-    Where records go to stdout, nothing else may: from now on whatever prints there is shown on stderr.
-
-    Raises:
-      CommandError: by that function, when the file cannot be created.
-    """
-    if path == STANDARD:
-        sys.stdout.flush()
-        keep = os.dup(1)
-        os.dup2(2, 1)
-        records = os.fdopen(keep, "wb")
-        try:
-            yield lambda: records
-        finally:
-            sys.stdout.flush()
-            os.dup2(keep, 1)
-            with suppress(OSError):  # a reader that went away was reported when it was written to
-                records.close()
-        return
-    opened: list[BinaryIO] = []
-
-    def create() -> BinaryIO:
-        replaces = overwrite or (Path(path).exists() and not stat.S_ISREG(os.stat(path).st_mode))
-        try:
-            opened.append(open(path, "wb" if replaces else "xb"))  # noqa: SIM115
-        except FileExistsError:
-            raise CommandError(f"{path} exists: choose another output, or --overwrite it") from None
-        except OSError as error:
-            raise CommandError(f"{path}: cannot be written: {error.strerror}") from error
-        return opened[0]
-
-    try:
-        yield create
-    finally:
-        for file in opened:
-            with suppress(OSError):  # as above
-                file.close()

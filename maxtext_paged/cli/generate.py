@@ -11,24 +11,26 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
-from kv_common.errors import ConfigError, UnsupportedError
-from maxtext_paged.cli import CommandError, ExitCode, one_line, say
-from maxtext_paged.cli.configuration import check_arguments, keep_every_program, load_configuration
-from maxtext_paged.cli.environment import import_maxtext, prepare_environment
-from maxtext_paged.cli.files import check_paths, claim_output, open_input
+from maxtext_paged.cli import ExitCode, one_line, say
+from maxtext_paged.cli.checking import check
+from maxtext_paged.cli.configuration import check_arguments
+from maxtext_paged.cli.files import check_paths, open_input
 from maxtext_paged.cli.interruption import Interrupted, Interruption
+from maxtext_paged.cli.model import open_model
+from maxtext_paged.cli.output import Output, PipedOutput, claim_output
 from maxtext_paged.cli.progress import JobCounts, JobProgress
-from maxtext_paged.formats import BadRow, Choice, InputRow, RowError, read_rows, record, write_line
-from maxtext_paged.intake import IdCheck, Intake, RepeatedIds, completion_text
+from maxtext_paged.cli.run_file import run_id
+from maxtext_paged.formats import OWN, BadRow, Choice, Form, InputRow, RowError, Writable, write_line
+from maxtext_paged.formats.sources import open_source
+from maxtext_paged.intake import Intake, Tokenizer, completion_text
 from maxtext_paged.rows import Row, RowResult
 
 if TYPE_CHECKING:
     from maxtext_paged.session import PagedSession
-    from maxtext_paged.tokenizer import HfTokenizer
     from maxtext_paged.worker import PagedInferenceWorker
 
 
@@ -38,115 +40,93 @@ class OutputFailed(Exception):
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job; the exit code says how it ended."""
+    resume = arguments.resume or arguments.resume_anyway
     check_arguments(arguments.config, arguments.overrides)
-    check_paths(arguments.input, arguments.output, overwrite=arguments.overwrite)
-    with Interruption() as interruption, claim_output(arguments.output, overwrite=arguments.overwrite) as create:
+    check_paths(arguments.input, arguments.output, overwrite=arguments.overwrite, resume=resume)
+    claimed = claim_output(
+        arguments.output, overwrite=arguments.overwrite, resume=resume, anyway=arguments.resume_anyway
+    )
+    with Interruption() as interruption, claimed as output:
         try:
-            return _run(arguments, interruption, create)
+            return _run(arguments, interruption, output)
         except Interrupted:
             began = "" if interruption.patient else "; no row was run"
             say(f"{interruption.asked.name if interruption.asked else 'interrupted'}: stopped{began}")
             return interruption.exit_code
 
 
-def _run(arguments: argparse.Namespace, interruption: Interruption, create: Callable[[], BinaryIO]) -> int:
-    prepare_environment()
-    import_maxtext()
-    from maxtext_paged.sampling_defaults import default_sampling
-    from maxtext_paged.session import assemble, start_session
-    from maxtext_paged.tokenizer import load_tokenizer
-    from maxtext_paged.worker import PagedInferenceWorker
-
-    config = load_configuration(arguments.config, arguments.overrides)
-    tokenizer = load_tokenizer(config)
-    intake = Intake(
-        tokenizer,
-        default_sampling(config),
-        vocab_size=int(config.vocab_size),
-        max_model_len=int(config.max_target_length),
-    )
-    assembly = assemble(config)
-    say(keep_every_program())
-    with open_input(arguments.input) as source:
-        start = source.tell()
-        num_rows, repeated = check(arguments.input, source, intake if arguments.strict else None)
-        source.seek(start)
-        try:
-            session = start_session(assembly)
-        except (ConfigError, UnsupportedError):
-            raise
-        except Exception as error:
-            traceback.print_exc()
-            raise CommandError(f"the engine did not start: {_named(error)}", ExitCode.ENGINE) from error
-        say(f"end tokens: {sorted(tokenizer.eos_ids) or 'none'}")
+def _run(arguments: argparse.Namespace, interruption: Interruption, output: Output | PipedOutput) -> int:
+    model = open_model(arguments.config, arguments.overrides)
+    with open_input(arguments.input) as file:
+        source = open_source(arguments.input, file)
+        if source.form is not OWN:
+            say(f"{arguments.input} has rows of the {source.form.name} form; so have the records")
+        checked = check(arguments.input, source.rows, judge=model.intake.row if arguments.strict else None)
+        run = {**model.identity, "input": {"sha256": source.digest(), "rows": checked.num_rows}}
+        earlier = output.take_up(run, checked.ids)
+        if earlier.num_torn:
+            say(f"{arguments.output}: its last record is torn ({earlier.num_torn} bytes): that row is run again")
+        counts = JobCounts(total=checked.num_rows, earlier=earlier.num, earlier_failed=earlier.num_failed)
+        if 0 < earlier.num == checked.num_rows:
+            say(f"{arguments.output} is complete: nothing is left to do")
+            return _complete(counts, output)
+        engine = model.start()
+        run["model"] = {"weights": engine.weights}
         job = Job(
-            worker=PagedInferenceWorker(session, stop_token_ids=tokenizer.eos_ids),
-            session=session,
-            tokenizer=tokenizer,
-            intake=replace(intake, repeated=repeated),
-            total=num_rows,
-            output=create(),
+            worker=engine.worker,
+            session=engine.session,
+            tokenizer=model.tokenizer,
+            intake=replace(model.intake, repeated=checked.repeated),
+            counts=counts,
+            earlier=earlier,
+            output=output.begin(run),
+            form=source.form.of_run(run_id(run)),
             interruption=interruption,
-            progress=JobProgress(num_rows, sys.stderr, enabled=not arguments.no_progress),
+            progress=JobProgress(checked.num_rows, sys.stderr, enabled=not arguments.no_progress),
         )
-        code = job.run(source)
+        code = job.run(source.rows())
+        if counts.done == counts.total:
+            code = _complete(counts, output)
+        elif output.keeps_runs:
+            say("the same command with --resume runs the rest")
     for line in job.counts.summary():
         say(line)
     return code
 
 
-def check(name: str, source: BinaryIO, intake: Intake | None) -> tuple[int, RepeatedIds]:
-    """Read the input once before anything runs.
-
-    Args:
-      name: of the input, for messages.
-      intake: judge every row with it, tokens and limits included, and refuse the whole file if one is unusable;
-        None only counts rows and compares ids.
-
-    Returns:
-      ``(num_rows, repeated ids)``.
-
-    Raises:
-      CommandError: strict, and some rows are unusable; each was named on stderr.
-    """
-    ids, num_rows, start = IdCheck(), 0, source.tell()
-    for row in read_rows(source):
-        ids.add(row.id, row.line)
-        num_rows += 1
-    repeated = ids.repeated()
-    if intake is None:
-        return num_rows, repeated
-    source.seek(start)
-    num_bad = 0
-    for row in read_rows(source):
-        error = repeated.error(row.id, row.line)
-        judged = row if error is not None else intake.row(row)
-        if isinstance(judged, BadRow):
-            error = judged.error
-        if error is not None:
-            num_bad += 1
-            say(f"{name}:{row.line}: {one_line(error.message)}")
-    if num_bad:
-        raise CommandError(f"--strict: {num_bad} of {num_rows} rows are unusable; nothing was run")
-    return num_rows, repeated
+def _complete(counts: JobCounts, output: Output | PipedOutput) -> ExitCode:
+    failed = counts.failed + counts.earlier_failed
+    try:
+        output.finish(ok=counts.total - failed, failed=failed)
+    except OSError as error:
+        say(f"error: the output failed after its last row: {error.strerror}; --resume ends it")
+        return ExitCode.ENGINE
+    return ExitCode.ROWS_FAILED if failed else ExitCode.OK
 
 
 class Job:
-    """One pass over the input: every row gets exactly one record, in order of completion."""
+    """One pass over the input: every row gets exactly one record, in order of completion.
+
+    Args:
+      earlier: indices of rows that have theirs already.
+      form: of the records.
+    """
 
     def __init__(
         self,
         *,
         worker: PagedInferenceWorker,
         session: PagedSession,
-        tokenizer: HfTokenizer,
+        tokenizer: Tokenizer,
         intake: Intake,
-        total: int,
-        output: BinaryIO,
+        counts: JobCounts,
+        output: Writable,
         interruption: Interruption,
         progress: JobProgress,
+        earlier: Container[int] = (),
+        form: Form = OWN,
     ) -> None:
-        self.counts = JobCounts(total=total)
+        self.counts = counts
         self._worker = worker
         self._session = session
         self._tokenizer = tokenizer
@@ -154,17 +134,19 @@ class Job:
         self._output = output
         self._interruption = interruption
         self._progress = progress
+        self._earlier = earlier
+        self._form = form
         self._sources: dict[int, InputRow] = {}
         self._started = time.monotonic()
 
-    def run(self, lines: BinaryIO) -> ExitCode:
-        """Run all rows, or as many as there is time for."""
+    def run(self, sources: Iterable[InputRow | BadRow]) -> ExitCode:
+        """Run all rows but the earlier ones, or as many as there is time for."""
         self._started = time.monotonic()
         where = f"after {{}} of {self.counts.total} rows; what was written is good"
         try:
             with self._progress:
                 self._interruption.patient = True
-                rows = self._worker.in_file_order(self._rows(lines))
+                rows = self._worker.in_file_order(self._rows(sources))
                 for result in self._worker.complete(rows, on_step=self._after_step):
                     self._finish(result)
         except Interrupted:
@@ -184,11 +166,13 @@ class Job:
             return self._interruption.exit_code
         return ExitCode.ROWS_FAILED if self.counts.failed else ExitCode.OK
 
-    def _rows(self, lines: BinaryIO) -> Iterator[Row]:
+    def _rows(self, sources: Iterable[InputRow | BadRow]) -> Iterator[Row]:
         """The rows that can run; the others get their records on the way."""
-        for source in read_rows(lines):
+        for source in sources:
             if self._interruption.asked is not None:
                 return
+            if source.index in self._earlier:
+                continue
             row = self._intake.row(source)
             if isinstance(row, BadRow):
                 self._write(row)
@@ -242,7 +226,7 @@ class Job:
         return Choice(text, result.completion_ids.tolist(), result.finish_reason, error)
 
     def _write(self, row: InputRow | BadRow, **outcome: object) -> None:
-        written = record(row, **outcome)  # type: ignore[arg-type]
+        written = self._form.record(row, **outcome)
         try:
             write_line(self._output, written)
         except OSError as error:

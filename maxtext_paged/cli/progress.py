@@ -29,6 +29,7 @@ class JobCounts:
 
     Attributes:
       total: rows of the input. ok, failed: rows written with and without an answer.
+      earlier: rows that had their record before this run. earlier_failed: those of them without an answer.
       prompt_tokens, generated_tokens: of those rows.
       seconds: since the first row was drawn.
       sampled_tokens: generated so far, rows still running included.
@@ -41,6 +42,8 @@ class JobCounts:
     """
 
     total: int = 0
+    earlier: int = 0
+    earlier_failed: int = 0
     ok: int = 0
     failed: int = 0
     prompt_tokens: int = 0
@@ -66,7 +69,7 @@ class JobCounts:
     @property
     def done(self) -> int:
         """Rows that have their record."""
-        return self.ok + self.failed
+        return self.earlier + self.ok + self.failed
 
     def state(self) -> str:
         """The running counts in one line, without the rows."""
@@ -81,9 +84,10 @@ class JobCounts:
         rate = self.generated_tokens / self.seconds if self.seconds else 0.0
         backends = ", ".join(f"{name} {steps} steps" for name, steps in self.backends.items()) or "nothing ran"
         left = f", {self.total - self.done} not answered" if self.done < self.total else ""
+        before = f", {self.earlier} before ({self.earlier_failed} failed)" if self.earlier else ""
         programs = ", ".join(f"{name} {count}" for name, count in sorted(self.programs.items())) or "none"
         return [
-            f"{self.total} rows: {self.ok} ok, {self.failed} failed{left}; {self.prompt_tokens} prompt and "
+            f"{self.total} rows: {self.ok} ok, {self.failed} failed{before}{left}; {self.prompt_tokens} prompt and "
             f"{self.generated_tokens} generated tokens in {self.seconds:.1f} s, {rate:.1f} tokens/s",
             f"{self.steps} steps, {self.preemptions} preemptions, at most {self.peak_pages} of {self.num_pages} pages "
             f"held, {self.scrubbed_pages} scrubbed; attention: {backends}; programs: {programs}",

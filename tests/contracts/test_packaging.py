@@ -17,7 +17,11 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 LOCKS = ("requirements/cpu.txt", "requirements/models.txt")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-DECLARED = [*PYPROJECT["project"]["dependencies"], *PYPROJECT["dependency-groups"]["dev"]]
+SHIPPED = [
+    *PYPROJECT["project"]["dependencies"],
+    *(text for extra in PYPROJECT["project"]["optional-dependencies"].values() for text in extra),
+]
+DECLARED = [*SHIPPED, *PYPROJECT["dependency-groups"]["dev"]]
 
 
 def locked(lock: str) -> dict[str, str]:
@@ -85,7 +89,7 @@ def test_what_the_packages_import_is_declared():
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names.add(node.module.partition(".")[0])
     foreign = names - sys.stdlib_module_names - set(packages)
-    declared = {canonicalize_name(Requirement(text).name) for text in PYPROJECT["project"]["dependencies"]}
+    declared = {canonicalize_name(Requirement(text).name) for text in SHIPPED}
     shipped_by = metadata.packages_distributions()
     undeclared = {
         name for name in foreign if not declared & {canonicalize_name(dist) for dist in shipped_by.get(name, [])}

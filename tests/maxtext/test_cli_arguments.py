@@ -13,7 +13,8 @@ import pytest
 from maxtext_paged.__main__ import main
 from maxtext_paged.cli import CommandError, ExitCode, parse
 from maxtext_paged.cli import convert as convert_command
-from maxtext_paged.cli.files import check_paths, claim_output, open_input
+from maxtext_paged.cli.files import check_paths, open_input
+from maxtext_paged.cli.output import claim_output
 from maxtext_paged.cli.progress import JobCounts
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +101,18 @@ def test_help_names_every_argument_and_ends_well(capsys: pytest.CaptureFixture[s
     assert ending.value.code == 0
     shown = capsys.readouterr().out
     expected = {
-        "generate": ["CONFIG.yml", "key=value", "--input", "--output", "--strict", "--overwrite", "max_tokens", "130"],
+        "generate": [
+            "CONFIG.yml",
+            "key=value",
+            "--input",
+            "--output",
+            "--strict",
+            "--overwrite",
+            "--resume",
+            "--resume-anyway",
+            "max_tokens",
+            "130",
+        ],
         "convert": ["MODEL.gguf", "OUT_DIR", "--overwrite"],
         "doctor": ["CONFIG.yml", "key=value"],
         "plan": ["CONFIG.yml", "key=value", "--json"],
@@ -150,25 +162,25 @@ def test_what_cannot_be_read_twice_is_kept_so_that_it_can(tmp_path: Path) -> Non
 
 def test_the_output_appears_when_it_is_opened_not_before(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with claim_output(str(path), overwrite=False) as create:
+    with claim_output(str(path), overwrite=False) as output:
         assert not path.exists()
-        create().write(b"x")
+        output.begin({}).write(b"x")
     assert path.read_bytes() == b"x"
 
 
 def test_an_output_that_appeared_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with claim_output(str(path), overwrite=False) as create:
+    with claim_output(str(path), overwrite=False) as output:
         path.write_text("somebody else's")
         with pytest.raises(CommandError, match=r"out\.jsonl exists"):
-            create()
+            output.begin({})
     assert path.read_text() == "somebody else's"
 
 
 def test_a_device_may_be_written_without_overwriting_it(place: Path) -> None:
     check_paths("in.jsonl", os.devnull, overwrite=False)
-    with claim_output(os.devnull, overwrite=False) as create:
-        create().write(b"x")
+    with claim_output(os.devnull, overwrite=False) as output:
+        output.begin({}).write(b"x")
 
 
 # --- the summary ------------------------------------------------------------------------------------------

@@ -132,7 +132,17 @@ def test_every_row_has_exactly_one_record_with_its_index_line_and_id(mixed: Mixe
 
 def test_all_records_have_one_shape(mixed: MixedJob) -> None:
     for row in mixed.records:
-        assert list(row) == ["id", "index", "line", "text", "token_ids", "finish_reason", "usage", "error"]
+        assert list(row) == [
+            "id",
+            "index",
+            "line",
+            "text",
+            "token_ids",
+            "finish_reason",
+            "usage",
+            "status_code",
+            "error",
+        ]
         assert row["usage"]["total_tokens"] == row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"]
         if row["error"] is None:
             assert isinstance(row["text"], str)
@@ -258,8 +268,8 @@ def test_neither_torch_nor_jetstream_is_imported_even_where_they_are_installed(m
     assert "maxtext" in mixed.finished.report["packages"]
 
 
-def test_nothing_is_left_on_disk_but_the_output_and_the_compiled_programs(mixed: MixedJob) -> None:
+def test_nothing_is_left_on_disk_but_the_output_its_run_file_and_the_compiled_programs(mixed: MixedJob) -> None:
     files = [path.relative_to(mixed.home) for path in mixed.home.rglob("*") if path.is_file()]
     cached = [path for path in files if path.is_relative_to("cache/maxtext-paged/jax")]
-    assert [str(path) for path in files if path not in cached] == ["out.jsonl"]
+    assert sorted(str(path) for path in files if path not in cached) == ["out.jsonl", "out.jsonl.run.json"]
     assert any("paged_step" in path.name for path in cached)

@@ -17,6 +17,7 @@ from maxtext_paged.cli import ExitCode
 from maxtext_paged.cli.generate import Job
 from maxtext_paged.cli.interruption import Interrupted, Interruption
 from maxtext_paged.cli.progress import JobCounts, JobProgress
+from maxtext_paged.formats import read_rows
 from maxtext_paged.intake import Intake
 from tests.fakes import VOCAB, completion, make_driver
 
@@ -80,7 +81,7 @@ class Setting:
             session=self.session,
             tokenizer=NumberTokenizer(),  # type: ignore[arg-type]
             intake=Intake(NumberTokenizer(), GREEDY, vocab_size=VOCAB, max_model_len=64),
-            total=len(rows),
+            counts=JobCounts(total=len(rows)),
             output=self.output,
             interruption=self.interruption,
             progress=JobProgress(len(rows), self.shown),
@@ -88,7 +89,7 @@ class Setting:
 
     def run(self) -> ExitCode:
         with self.interruption:
-            return self.job.run(self.lines)
+            return self.job.run(read_rows(self.lines))
 
     @property
     def records(self) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -100,36 +101,62 @@ def test_a_terminal_sees_rows_rate_pages_and_preemptions(piped: Finished) -> Non
 # --- interrupted ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Terminated:
+    """SIGTERM after the first record, with much left to do, and two runs more.
+
+    Attributes:
+      first: how the terminated run ended. output: what it wrote.
+      other: ``--resume`` with another configuration. resumed: ``--resume`` as it was. whole: the output then.
+    """
+
+    first: Finished
+    output: bytes
+    other: dict[str, Any]
+    resumed: dict[str, Any]
+    whole: bytes
+
+
 @pytest.fixture(scope="module")
-def terminated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, list[dict[str, Any]]]:
-    """SIGTERM after the first record, with much left to do."""
+def terminated(tmp_path_factory: pytest.TempPathFactory) -> Terminated:
     place = tmp_path_factory.mktemp("terminated")
-    rows = [{"prompt": "abc", "max_tokens": 2}]
-    rows += [{"prompt": "the cat", "max_tokens": 100, "ignore_eos": True} for _ in range(60)]
+    rows: list[dict[str, Any]] = [{"prompt": "abc", "max_tokens": 2}]
+    rows += [{"prompt": "the cat", "max_tokens": 40, "ignore_eos": True, "temperature": 1, "id": i} for i in range(60)]
     (place / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     out = place / "out.jsonl"
-    files = ["-i", str(place / "in.jsonl"), "-o", str(out)]
+    words = ["generate", tiny_model().config, *POOL, "-i", str(place / "in.jsonl"), "-o", str(out)]
     with subprocess.Popen(
-        command("generate", tiny_model().config, *POOL, *files),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
+        command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     ) as process:
         while process.poll() is None and not (out.exists() and out.stat().st_size):
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         printed, said = process.communicate()
-    ended = finished(subprocess.CompletedProcess([], process.returncode, printed, said))
-    return ended, records(out.read_bytes())
+    first = finished(subprocess.CompletedProcess([], process.returncode, printed, said))
+    output = out.read_bytes()
+    again = [[*words, "--resume", "max_target_length=64"], [*words, "--resume"]]
+    resumed = subprocess.run(driver(place, again, capture=True), capture_output=True, env=environment(), check=False)
+    report = finished(resumed, place).report
+    assert report, resumed.stderr.decode()
+    return Terminated(first, output, *report["commands"], out.read_bytes())
 
 
-def test_sigterm_keeps_what_is_done_and_says_that_it_is_not_all(
-    terminated: tuple[Finished, list[dict[str, Any]]],
-) -> None:
-    ended, rows = terminated
+def test_sigterm_keeps_what_is_done_and_says_that_it_is_not_all(terminated: Terminated) -> None:
+    ended, rows = terminated.first, records(terminated.output)
     assert ended.code == 143
     assert 1 <= len(rows) < 61
     assert all(row["error"] is None for row in rows)
     assert f"SIGTERM: the output is incomplete: stopped after {len(rows)} of 61 rows" in ended.err
     assert f"61 rows: {len(rows)} ok, 0 failed, {61 - len(rows)} not answered; " in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_resumed_job_is_refused_another_configuration_and_ends_as_one_run_would(terminated: Terminated) -> None:
+    assert terminated.other["code"] == 2
+    assert 'configuration max_target_length was "128", is "64"' in terminated.other["err"]
+    assert terminated.resumed["code"] == 0, terminated.resumed["err"]
+    assert terminated.whole.startswith(terminated.output)
+    rows = records(terminated.whole)
+    assert sorted(row["index"] for row in rows) == list(range(61))
+    sampled = {tuple(row["token_ids"]) for row in rows if row["index"]}
+    assert len(sampled) == 60  # by their place in the file, none like another

@@ -83,7 +83,7 @@ def test_no_line_can_raise(raw: bytes) -> None:
 
 def test_every_key_is_read_as_given() -> None:
     row = {
-        "id": "a\nb",
+        "id": "a b",
         "prompt": "x",
         "max_tokens": 3,
         "temperature": 0.5,
@@ -255,6 +255,10 @@ def test_every_line_that_shares_an_id_is_refused_with_the_numbers_of_both() -> N
 
 def test_a_word_and_a_number_are_different_ids_and_rows_without_one_never_clash() -> None:
     assert repeated("1", 1, None, None) == [None] * 4
+    check = IdCheck()
+    for line in range(3):
+        check.add(None, line)
+    assert not check.repeated().lines  # else the file would be read once more for nothing
 
 
 @given(st.lists(st.integers(0, 5) | st.sampled_from(["a", "b"]), max_size=12))
@@ -379,7 +383,7 @@ def test_a_record_has_the_same_keys_and_types_whether_the_row_failed_or_not() ->
     bad = record(BadRow(0, 1, RowError("no", "bad_value")))
     late = record(InputRow(0, 1), text="x", token_ids=[5], usage=Usage(2, 1), error=RowError("no", "cannot_decode"))
     assert list(good) == list(bad) == list(late)
-    assert list(good) == ["id", "index", "line", "text", "token_ids", "finish_reason", "usage", "error"]
+    assert list(good) == ["id", "index", "line", "text", "token_ids", "finish_reason", "usage", "status_code", "error"]
     assert good["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2, "cached_tokens": 0}
     assert good["error"] is None and good["text"] == ""
     for failed in (bad, late):

@@ -1,0 +1,145 @@
+"""The model of a job: what its configuration says, then the engine.
+
+For:        the one place of the command that assembles tokenizer, limits, session and worker, and says which they are.
+Not for:    rows, files and how a job goes (generate.py).
+May import: maxtext_paged; MaxText and jax inside functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_common.errors import ConfigError, UnsupportedError
+from maxtext_paged.cli import CommandError, ExitCode, one_line, say
+from maxtext_paged.cli.configuration import keep_every_program, load_configuration
+from maxtext_paged.cli.environment import import_maxtext, prepare_environment
+from maxtext_paged.cli.run_file import Fingerprint
+from maxtext_paged.intake import Intake, Tokenizer
+
+if TYPE_CHECKING:
+    from maxtext_paged.session import PagedSession
+    from maxtext_paged.worker import PagedInferenceWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What runs rows. ``weights`` is a digest of the ones it runs with."""
+
+    session: PagedSession
+    worker: PagedInferenceWorker
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A configuration that was read and judged; nothing large is loaded yet.
+
+    Attributes:
+      tokenizer: its text form. intake: makes rows of lines.
+      identity: what of it decides the results, as a run's fingerprint has it.
+      start: loads the weights and allocates the pool; a CommandError where that fails.
+    """
+
+    tokenizer: Tokenizer
+    intake: Intake
+    identity: Fingerprint
+    start: Callable[[], Engine]
+
+
+def open_model(path: str, overrides: Sequence[str]) -> Model:
+    """Read the configuration.
+
+    Raises:
+      CommandError, ConfigError, UnsupportedError: in one line, what is wrong with it.
+    """
+    prepare_environment()
+    import_maxtext()
+    from maxtext_paged.sampling_defaults import default_sampling
+    from maxtext_paged.session import assemble
+    from maxtext_paged.tokenizer import load_tokenizer
+
+    config = load_configuration(path, overrides)
+    tokenizer = load_tokenizer(config)
+    defaults = default_sampling(config)
+    assembly = assemble(config)
+    say(keep_every_program())
+    sampling = asdict(defaults) | {"end_tokens": sorted(tokenizer.eos_ids)}
+    return Model(
+        tokenizer,
+        Intake(tokenizer, defaults, vocab_size=int(config.vocab_size), max_model_len=int(config.max_target_length)),
+        {
+            "configuration": configured(config.get_keys(), _defaults(config)),
+            "sampling": sampling,
+            "tokenizer": {"files": files_digest(config.tokenizer_path)},
+        },
+        lambda: _start(assembly, tokenizer.eos_ids),
+    )
+
+
+def _start(assembly: Any, eos_ids: Iterable[int]) -> Engine:
+    from maxtext_paged.namespace import weights_fingerprint
+    from maxtext_paged.session import start_session
+    from maxtext_paged.worker import PagedInferenceWorker
+
+    try:
+        session = start_session(assembly)
+        weights = weights_fingerprint(session.runtime.params)
+    except (ConfigError, UnsupportedError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        message = f"the engine did not start: {type(error).__name__}: {one_line(error)}"
+        raise CommandError(message, ExitCode.ENGINE) from error
+    say(f"end tokens: {sorted(eos_ids) or 'none'}")
+    return Engine(session, PagedInferenceWorker(session, stop_token_ids=eos_ids), weights)
+
+
+# --- identity ----------------------------------------------------------------------------------------------
+
+_ELSEWHERE = frozenset({"base_config", "load_parameters_path", "log_config", "run_name", "tokenizer_path"})
+"""Options that say where something is: what stands there has a digest of its own, or does not matter."""
+_PLACES = ("_dir", "_directory", "_hlo_xla_flags")
+_MAX_CHARACTERS = 200
+
+
+def configured(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
+    """Every option that is not at its default, but those that only say where something is.
+
+    Options that should not change a token (pool size, batch size) are in it too: whoever changes them half way sees
+    their names and decides.
+    """
+    found = {}
+    for name, value in values.items():
+        if name in _ELSEWHERE or name.endswith(_PLACES) or (name in defaults and defaults[name] == value):
+            continue
+        text = str(getattr(value, "value", value))
+        if len(text) > _MAX_CHARACTERS:
+            text = f"{text[:20]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        found[name] = text
+    return found
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    fields = type(config._pydantic_config).model_fields
+    return {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+
+
+def files_digest(path: str) -> str:
+    """A digest of a tokenizer's files, whatever directory they are in; of the name where it is none of ours to read."""
+    found = Path(path).expanduser()
+    files = sorted(file for file in found.glob("*") if _is_tokenizers(file)) if found.is_dir() else [found]
+    whole = hashlib.sha256()
+    for file in files:
+        content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else path
+        whole.update(json.dumps([file.name, content]).encode())
+    return whole.hexdigest()
+
+
+def _is_tokenizers(file: Path) -> bool:
+    return file.suffix in (".json", ".jinja", ".model", ".txt") and file.is_file()

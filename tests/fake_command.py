@@ -1,0 +1,97 @@
+"""Runs ``maxtext-paged`` over tests/fake_engine.py in a process of its own, killed at will.
+
+For:        tests of the command's files; run it as a script with a plan (JSON) and the command's words.
+Not for:    importing.
+May import: the standard library, maxtext_paged, tests/fake_engine.py.
+
+The plan is an object with
+  report      where to write what happened: {"kills", "peak_kib", "cpu_s"};
+  model       arguments of ``fake_model``;
+  kills       SIGKILLs to survive before the last run, each at a random moment of a run of its own;
+  within_s    the moment's upper bound; seed: of the moments;
+  watch       the file that is looked at after every kill;
+  tear        whether every record is written in two pieces with a pause between them;
+  max_bytes   no file may grow beyond (RLIMIT_FSIZE).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from maxtext_paged.__main__ import main
+from maxtext_paged.cli import generate
+from tests.fake_engine import fake_model
+
+
+def tear_records() -> None:
+    """Let a kill find records half written."""
+    write = os.write
+
+    def in_two(descriptor: int, data: Any) -> int:
+        if bytes(data[:1]) != b"{":  # the second piece
+            return write(descriptor, data)
+        written = write(descriptor, data[: len(data) // 2])
+        time.sleep(0.0005)
+        return written
+
+    os.write = in_two  # type: ignore[assignment]
+
+
+def killed(words: list[str], after_s: float) -> int | None:
+    """Run the command in a fork and kill it; its exit code if it was quicker."""
+    child = os.fork()
+    if not child:
+        os._exit(main(words))
+    time.sleep(after_s)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
+
+
+def survive(plan: dict[str, Any], words: list[str]) -> list[dict[str, Any]]:
+    """What was found in the watched file after each kill."""
+    watched, moments, found = Path(plan["watch"]), random.Random(plan.get("seed", 0)), []
+    before = b""
+    for _ in range(plan.get("kills", 0)):
+        code = killed(words, moments.uniform(0, plan["within_s"]))
+        content = watched.read_bytes() if watched.exists() else b""
+        found.append(
+            {
+                "code": code,
+                "lines": content.count(b"\n"),
+                "torn": not content.endswith(b"\n") and bool(content),
+                "untouched": content.startswith(before),
+            }
+        )
+        before = whole_lines(content)
+    return found
+
+
+if __name__ == "__main__":
+    plan, words = json.loads(sys.argv[1]), sys.argv[2:]
+    generate.open_model = lambda path, overrides: fake_model(**plan.get("model", {}))  # type: ignore[assignment]
+    if plan.get("tear"):
+        tear_records()
+    if "max_bytes" in plan:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (plan["max_bytes"], resource.RLIM_INFINITY))
+    kills = survive(plan, words) if plan.get("kills") else []
+    code = main(words)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert not {"jax", "maxtext"} & set(sys.modules)
+    if "report" in plan:
+        peak = int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss has the parent's
+        Path(plan["report"]).write_text(json.dumps({"kills": kills, "peak_kib": peak, "cpu_s": time.process_time()}))
+    sys.exit(code)
