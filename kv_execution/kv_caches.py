@@ -101,7 +101,7 @@ def _problem(cache: Any, layout: KvStorageLayoutV1, num_pages: int | None) -> st
     for axis, (got, need) in enumerate(zip(shape[1:], wanted, strict=True), start=1):
         if got != need:
             return f"axis {axis} ({_AXES[axis]}) of {shape} is {got}, the model's is {need}"
-    if shape[0] < 1 or num_pages not in (None, shape[0]):
+    if num_pages not in (None, shape[0]):
         return f"axis 0 (num_blocks) of {shape} is {shape[0]}, the caches before it have {num_pages}"
     if str(cache.dtype) != layout.dtype:
         return f"dtype {cache.dtype}, the model's pools are {layout.dtype}"

@@ -88,7 +88,9 @@ class Runner:
       names: static map of layer names to caches; None is layer order.
     """
 
-    def __init__(self, model: Any, num_blocks: int = 24, *, donate: bool = True, names: Any = None) -> None:
+    def __init__(
+        self, model: Any, num_blocks: int = 24, *, donate: bool = True, names: Any = None, kv_caches: Any = None
+    ) -> None:
         graph, state = nnx.split(model)
         self.state_leaves, structure = jax.tree.flatten(state)
 
@@ -100,7 +102,7 @@ class Runner:
 
         self.run_model = jax.jit(run_model, donate_argnums=1 if donate else (), static_argnums=6)
         self.compute_logits = jax.jit(compute_logits)
-        self.kv_caches = model.create_kv_caches(num_blocks)
+        self.kv_caches = model.create_kv_caches(num_blocks) if kv_caches is None else kv_caches
         self.names = names
         self._free = list(np.random.default_rng(3).permutation(num_blocks))
         self._blocks: dict[int, list[int]] = {}

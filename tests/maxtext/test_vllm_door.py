@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -159,6 +160,16 @@ def test_caches_in_another_order_find_their_layers_and_go_back_in_it(model: Any)
     assert runner.addresses[1] == runner.addresses[0]
 
 
+def test_a_caller_s_own_caches_serve_steps_of_several_lengths(model: Any) -> None:
+    """The model is bound while the first is traced: nothing of that trace may be met in the second."""
+    own = [tuple(jnp.zeros((13, BLOCK_SIZE, 2, 16)) for _ in "kv") for _ in model.layer_names]
+    runner = Runner(model, 13, kv_caches=own)
+    arguments = runner.arguments([(0, [5, 6, 7])])
+    for length in (NUM_TOKENS, 16):
+        lowered = runner.run_model.lower(*arguments[:2], arguments[2][:length], *arguments[3:])
+        assert lowered.out_info[1].shape == (length, 64)
+
+
 def test_a_row_that_makes_no_sense_is_seen_and_its_neighbours_are_served(model: Any) -> None:
     runner = Runner(model)
     arguments = list(runner.arguments([(0, [5, 6, 7]), (1, [8, 9])]))
@@ -195,7 +206,7 @@ def test_weights_never_come_from_nowhere() -> None:
     with pytest.raises(ConfigError, match="load_parameters_path"):
         model.load_weights()
     with pytest.raises(ConfigError, match="call load_weights first"):
-        model(model.create_kv_caches(2), jax.numpy.zeros(4, jax.numpy.int32), {})
+        model(model.create_kv_caches(2), jnp.zeros(4, jnp.int32), {})
 
 
 @pytest.mark.parametrize(
