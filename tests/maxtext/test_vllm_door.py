@@ -168,6 +168,8 @@ def test_a_caller_s_own_caches_serve_steps_of_several_lengths(model: Any) -> Non
     for length in (NUM_TOKENS, 16):
         lowered = runner.run_model.lower(*arguments[:2], arguments[2][:length], *arguments[3:])
         assert lowered.out_info[1].shape == (length, 64)
+    kept = jax.tree.leaves(model.paged.model(model.paged.layout(13))._rest)
+    assert kept and not any(isinstance(leaf, jax.core.Tracer) for leaf in kept)
 
 
 def test_a_row_that_makes_no_sense_is_seen_and_its_neighbours_are_served(model: Any) -> None:
