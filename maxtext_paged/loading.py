@@ -31,10 +31,12 @@ def load_params(model: MaxTextPagedModel, rng_seed: int | None = None) -> nnx.St
     return restore_params(model, path) if path else init_params(model, rng_seed)
 
 
-def init_params(model: MaxTextPagedModel, seed: int | None = None) -> nnx.State:
-    """Random weights as MaxText initialises them, created under their sharding."""
+def init_params(model: MaxTextPagedModel, seed: int | jax.Array | None = None) -> nnx.State:
+    """Random weights as MaxText initialises them, created under their sharding; ``seed`` may be a key."""
     config = model.config
-    key = jax.random.PRNGKey(config.init_weights_seed if seed is None else seed)
+    key = seed if isinstance(seed, jax.Array) else None
+    if key is None:
+        key = jax.random.PRNGKey(config.init_weights_seed if seed is None else seed)
     create = model_creation_utils.get_nnx_create_model_fn(
         config, mesh=model.mesh, model_mode=MODEL_MODE_PREFILL, rng_key=key, quant_mode_str="train"
     )

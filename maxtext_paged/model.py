@@ -8,6 +8,8 @@ May import: kv_common, kv_control, kv_execution, jax, flax, maxtext.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ from maxtext.utils.sharding import nnx_construct_named_sharding
 from kv_common.errors import UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
-from kv_execution.metadata import StepInputs
+from kv_execution.metadata import PageMetadata, StepInputs
 from kv_execution.pool import create_zeroed, pool_dtype
 from kv_execution.sharding import (
     KV_KERNEL_AXES,
@@ -34,6 +36,7 @@ from kv_execution.sharding import (
     pool_replicas,
 )
 from maxtext_paged.binding import (
+    PagedAttentionOp,
     PagePool,
     StepVariable,
     attention_geometry,
@@ -157,6 +160,7 @@ class MaxTextPagedModel:
             )
             graph, params, pools, step, rest = nnx.split(bound, nnx.Param, PagePool, StepVariable, ...)
             self._graph, self._pools, self._step = graph, pools, step
+            self._layer_paths = _attention_paths(bound)
             self.abstract_params = _abstract_params(config, mesh, params)
         self._rest = _materialize_rng_state(rest)
 
@@ -179,19 +183,61 @@ class MaxTextPagedModel:
         """Sharding of every pool."""
         return kv_pool_sharding(self.mesh, self.layout, self.head_axes)
 
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The attention modules in the order in which a step runs them."""
+        return tuple(".".join(map(str, path[:-1])) for path in self._layer_paths)
+
+    def pools_of_layers(self, layers: Sequence[tuple[jax.Array, jax.Array]]) -> nnx.State:
+        """Pools from each layer's ``(k_pool, v_pool)``, in the order of ``layer_names``."""
+        arrays = {
+            (*path, name): pool
+            for path, pair in zip(self._layer_paths, layers, strict=True)
+            for name, pool in zip(_POOL_NAMES, pair, strict=True)
+        }
+        flat = nnx.to_flat_state(self._pools)
+        return nnx.from_flat_state([(path, variable.replace(arrays[path])) for path, variable in flat])
+
+    def layers_of_pools(self, pools: nnx.State) -> list[tuple[jax.Array, jax.Array]]:
+        """Each layer's ``(k_pool, v_pool)``: the inverse of ``pools_of_layers``."""
+        flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(pools)}
+        return [(flat[*path, _POOL_NAMES[0]], flat[*path, _POOL_NAMES[1]]) for path in self._layer_paths]
+
     def forward(
         self, params: nnx.State, pools: nnx.State, token_ids: jax.Array, inputs: StepInputs
     ) -> tuple[jax.Array, jax.Array, nnx.State]:
         """One flat step in MaxText's prefill mode; see ``kv_execution.model.PagedModel.forward``."""
+        return self._forward(params, pools, token_ids, inputs.pages, inputs.segment_ids, inputs.sample_rows)
+
+    def hidden_states(
+        self, params: nnx.State, pools: nnx.State, token_ids: jax.Array, pages: PageMetadata
+    ) -> tuple[jax.Array, nnx.State]:
+        """A step for callers who choose rows and sample themselves: ``(hidden [T, emb], pools)``, for ``head``."""
+        num_rows = pages.seq_lens.shape[0]
+        segment_ids = jnp.where(pages.row_of_token < num_rows, pages.row_of_token + 1, 0)
+        # Nobody reads these logits, so XLA drops the head.
+        one_row = jnp.zeros(1, jnp.int32)
+        _, hidden, pools = self._forward(params, pools, token_ids, pages, segment_ids, one_row)
+        return hidden, pools
+
+    def _forward(
+        self,
+        params: nnx.State,
+        pools: nnx.State,
+        token_ids: jax.Array,
+        pages: PageMetadata,
+        segment_ids: jax.Array,
+        rows: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, nnx.State]:
         model = self._merge(params, pools)
         step = model.decoder.decoder_norm.step
-        step.pages.set_value(inputs.pages)
-        step.rows.set_value(inputs.sample_rows)
+        step.pages.set_value(pages)
+        step.rows.set_value(rows)
         with logical_axis_rules(self.config.logical_axis_rules):
             logits = model(
                 token_ids[None],
-                inputs.pages.positions[None],
-                decoder_segment_ids=inputs.segment_ids[None],
+                pages.positions[None],
+                decoder_segment_ids=segment_ids[None],
                 enable_dropout=False,
                 model_mode=MODEL_MODE_PREFILL,
             )
@@ -214,6 +260,29 @@ class MaxTextPagedModel:
     def _merge(self, params: nnx.State, pools: nnx.State) -> Any:
         # copy=True: a variable made in one trace must not be met again in the next.
         return nnx.merge(self._graph, params, pools, self._step, self._rest, copy=True)
+
+
+_POOL_NAMES = ("k_pool", "v_pool")
+
+
+def _attention_paths(model: nnx.Module) -> tuple[tuple[Any, ...], ...]:
+    """Paths of the bound attentions, as a step runs them."""
+    found = [
+        (running_order(".".join(map(str, path)), module.options.sliding_window is not None), path)
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, PagedAttentionOp)
+    ]
+    return tuple(path for _, path in sorted(found, key=lambda item: item[0]))
+
+
+def running_order(path: str, has_window: bool) -> tuple[list[int], bool]:
+    """Sorts attention modules into running order: by layer number, in a block with two (gemma2) the local one first.
+
+    >>> names = [("layers_10.attention", False), ("layers_2.global", False), ("layers_2.local", True)]
+    >>> [name for name, has_window in sorted(names, key=lambda item: running_order(*item))]
+    ['layers_2.local', 'layers_2.global', 'layers_10.attention']
+    """
+    return [int(number) for number in re.findall(r"\d+", path)], not has_window
 
 
 def _abstract_params(config: Any, mesh: Mesh, params: nnx.State) -> nnx.State:

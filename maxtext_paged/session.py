@@ -25,13 +25,13 @@ from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
 from kv_execution.attention.native import native_threads
 from kv_execution.attention.select import BackendChoice, choose_backend
-from kv_execution.dispatch import DecodeDispatch, floors_for
+from kv_execution.dispatch import DecodeDispatch, SplitFloors, floors_for
 from kv_execution.driver import PagedDriver
 from kv_execution.runtime import PagedRuntime
 from kv_execution.split_plan import SplitPlanCache, split_kv_workspace_bytes
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
 from maxtext_paged.loading import load_params, params_from_tree
-from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry
 from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
 from maxtext_paged.sizing import PoolSize, free_memory, pool_size
@@ -161,6 +161,30 @@ def default_mesh(config: Any, devices: Any = None) -> Mesh:
     return Mesh(maxtext_utils.create_device_mesh(config=config, devices=devices), config.mesh_axes)
 
 
+def split_floors(options: PagedOptions, mesh: Mesh) -> SplitFloors:
+    """From how many visible tokens on decode rows are cut over their keys: the options', or the devices' own."""
+    given = options.paged_split_kv_min_tokens, options.paged_split_kv_min_tokens_per_request
+    return floors_for(mesh.devices.flat[0].platform, *given)
+
+
+def native_switch(options: PagedOptions) -> int | None:
+    """``paged_attention_native`` as a number; None leaves the choice open."""
+    return None if options.paged_attention_native == "auto" else int(options.paged_attention_native)
+
+
+def backend_of(options: PagedOptions, geometry: ModelGeometry, mesh: Mesh, layout: KvStorageLayoutV1) -> BackendChoice:
+    """Which attention kernels serve a model with pools of this layout."""
+    return choose_backend(
+        options.paged_backend,
+        mesh.devices.flat[0].platform,
+        layout,
+        tuple(dict.fromkeys(geometry.layer_options)),
+        has_sinks=geometry.has_sinks,
+        native_switch=native_switch(options),
+        floors=split_floors(options, mesh),
+    )
+
+
 def open_session(config: Any, *, mesh: Mesh | None = None, params: Any = None, rng: Any = None) -> PagedSession:
     """Assemble everything; logs one INFO line that says what was allocated and what decided it.
 
@@ -191,23 +215,8 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     )
     kv_dtype = np.dtype(config.dtype).name if options.paged_kv_dtype == "auto" else options.paged_kv_dtype
     one_page = geometry.layout(mesh, num_pages=1, tokens_per_page=options.paged_tokens_per_page, dtype=kv_dtype)
-    platform = mesh.devices.flat[0].platform
-    floors = floors_for(platform, options.paged_split_kv_min_tokens, options.paged_split_kv_min_tokens_per_request)
-    switch = None if options.paged_attention_native == "auto" else int(options.paged_attention_native)
-
-    def backend_for(layout: KvStorageLayoutV1) -> BackendChoice:
-        return choose_backend(
-            options.paged_backend,
-            platform,
-            layout,
-            tuple(dict.fromkeys(geometry.layer_options)),
-            has_sinks=geometry.has_sinks,
-            native_switch=switch,
-            floors=floors,
-        )
-
     workspace = 0
-    if backend_for(one_page).name == "native":
+    if backend_of(options, geometry, mesh, one_page).name == "native":
         workspace = split_kv_workspace_bytes(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -229,12 +238,12 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         weight_bytes=geometry.weight_bytes,
     )
     layout = replace(one_page, num_pages=pool.num_pages)
-    backend = backend_for(layout)  # again: kernels may limit a pool's pages
+    backend = backend_of(options, geometry, mesh, layout)  # again: kernels may limit a pool's pages
     decode = DecodeDispatch(
         tuple(dict.fromkeys(layer.sliding_window for layer in geometry.layer_options)),
         None if backend.name == "native" else f"the {backend.name} backend has no split-KV ({backend.reason})",
-        floors,
-        forced=switch == 1,
+        split_floors(options, mesh),
+        forced=native_switch(options) == 1,
         plans=SplitPlanCache(native_threads(), layout.tokens_per_page),
     )
     model = MaxTextPagedModel(config, mesh, layout=layout, head_axes=geometry.head_axes, backend=backend.backend)

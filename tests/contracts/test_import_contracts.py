@@ -19,7 +19,7 @@ PACKAGES = ("kv_common", "kv_control", "kv_execution", "maxtext_paged")
 LAYERS = "An import points downwards only"
 HOST_ONLY = "kv_common and kv_control know no jax and no MaxText"
 NO_MAXTEXT = "kv_execution knows no MaxText"
-NO_TORCH = "Nobody imports torch, transformers or JetStream"
+NO_TORCH = "Nobody imports torch, transformers, JetStream, vllm or tpu_inference"
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -61,6 +61,8 @@ def test_the_import_contracts_hold():
         ("kv_execution", "from maxtext_paged import added_target", LAYERS),
         ("maxtext_paged", "import torch", NO_TORCH),
         ("maxtext_paged", "from transformers import AutoTokenizer", NO_TORCH),
+        ("maxtext_paged", "from vllm.config import VllmConfig", NO_TORCH),
+        ("kv_execution", "import tpu_inference", NO_TORCH),
     ],
 )
 def test_a_forbidden_import_breaks_its_contract(house: Path, package: str, line: str, broken: str):
