@@ -52,12 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, interruption: Interruption, create: Callable[[], BinaryIO]) -> int:
     prepare_environment()
     import_maxtext()
+    from maxtext_paged.processes import require_one_process
     from maxtext_paged.sampling_defaults import default_sampling
     from maxtext_paged.session import assemble, start_session
     from maxtext_paged.tokenizer import load_tokenizer
     from maxtext_paged.worker import PagedInferenceWorker
 
     config = load_configuration(arguments.config, arguments.overrides)
+    require_one_process("maxtext-paged generate")  # the configuration may have joined several
     tokenizer = load_tokenizer(config)
     intake = Intake(
         tokenizer,
