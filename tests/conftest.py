@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     for item in items:
         if item.get_closest_marker("multi_device") is not None:
-            # A collective that waits for a device for ever sits in C++, where no signal handler of Python's gets to run.
+            # A collective that waits for ever sits in C++, where no signal handler of Python's gets to run.
             own = item.get_closest_marker("timeout")
             seconds = own.args[0] if own is not None and own.args else MULTI_DEVICE_TIMEOUT_SECONDS
             item.add_marker(pytest.mark.timeout(seconds, method="thread"), append=False)
