@@ -21,7 +21,7 @@ def main() -> int:
     rank, port, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.config.update("jax_num_cpu_devices", DEVICES_EACH)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", NUM_PROCESSES, rank, initialization_timeout=60)
+    jax.distributed.initialize(f"localhost:{port}", NUM_PROCESSES, rank, initialization_timeout=180)
     from benchmarks.sharding import MeshCase, addresses, make_requests, open_case
     from kv_common.errors import ConfigError
 
