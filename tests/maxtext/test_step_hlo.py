@@ -47,8 +47,8 @@ class Built:
         return [layout.pool_shape, self.session.model.pool_sharding.shard_shape(layout.pool_shape)]
 
 
-def build(backend: str) -> Built:
-    session = open_case("gpt_oss", CASE, backend)
+def build(backend: str, model: str = "gpt_oss") -> Built:
+    session = open_case(model, CASE, backend)
     slices = []
     for seed, num_tokens in enumerate((5, 3)):
         handle = session.runtime.open()
@@ -102,7 +102,7 @@ def test_an_exchange_between_append_and_attend_would_be_seen(monkeypatch: pytest
         return inner(exchanged, **options)
 
     monkeypatch.setattr(api.jax, "shard_map", meddling)
-    built = build("reference")
+    built = build("reference", "llama2")
     hlo = built.compiled.as_text()
     assert len(collectives_inside(hlo, "shard_map")) >= 2
     assert collectives_touching(hlo, built.shapes)
