@@ -62,6 +62,12 @@ def kv_head_axes(
     return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
 
+def unnamed_axes(mesh: AnyMesh, logical_axis_rules: LogicalRules) -> tuple[str, ...]:
+    """Mesh axes, of more than one device, that no rule names: every array would be copied over them."""
+    named = {axis for rule in logical_axis_rules for axis in _as_axes(rule[1])}
+    return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in named)
+
+
 def head_shards(mesh: AnyMesh, head_axes: Iterable[str]) -> int:
     """Devices over which KV heads are spread.
 

@@ -22,7 +22,7 @@ from maxtext.common.common_types import MODEL_MODE_PREFILL
 from maxtext.utils import model_creation_utils
 from maxtext.utils.sharding import nnx_construct_named_sharding
 
-from kv_common.errors import UnsupportedError
+from kv_common.errors import ConfigError, LayoutError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
 from kv_execution.metadata import PageMetadata, StepInputs
@@ -45,6 +45,7 @@ from maxtext_paged.binding import (
     bind_paged_attention,
     require_supported_block,
 )
+from maxtext_paged.mesh_axes import check_mesh, check_weights_divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +92,27 @@ def model_geometry(config: Any, mesh: Mesh) -> ModelGeometry:
     """Build MaxText's model abstractly and read its attention off it.
 
     Raises:
+      ConfigError: the mesh is not served (mesh_axes.py), or MaxText cannot build the model on it.
       UnsupportedError: the model holds something off the allow-list (binding.py).
     """
     require_supported_block(config)
+    check_mesh(config, mesh)
     with logical_axis_rules(config.logical_axis_rules):
-        model = nnx.eval_shape(_model_maker(config, mesh))
+        try:
+            model = nnx.eval_shape(_model_maker(config, mesh))
+        except ValueError as error:
+            # Heads that do not divide are found by MaxText itself first; its advice is the one to give.
+            kind = LayoutError if "num_kv_heads" in str(error) else ConfigError
+            raise kind(f"MaxText refuses this model on this mesh: {error}") from error
         weights = _abstract_params(config, mesh, nnx.state(model, nnx.Param))
     num_layers, num_kv_heads, head_dim = attention_geometry(model)
+    check_weights_divide({".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(weights)})
     head_axes = kv_head_axes(mesh, config.logical_axis_rules)
     modules = attention_modules(model)
-    for name, attention in modules:
+    for name, _ in modules:
         # The pool must be sharded as MaxText shards the K projection; axis names alone lie (DESIGN 3).
-        axes = attention._logical_to_mesh_axes(KV_KERNEL_AXES)[KV_KERNEL_AXES.index("kv_heads")] or ()
-        axes = (axes,) if isinstance(axes, str) else tuple(axes)
-        if axes != head_axes:
+        axes = k_projection_head_axes(weights, name, mesh)
+        if axes is not None and axes != head_axes:
             raise UnsupportedError(
                 f"{name}: MaxText shards its K projection's heads over {axes or 'no axis'}, "
                 f"the pool would be sharded over {head_axes or 'no axis'}"
@@ -119,6 +127,24 @@ def model_geometry(config: Any, mesh: Mesh) -> ModelGeometry:
         num_query_heads=max(int(attention.num_query_heads) for _, attention in modules),
         weight_bytes=weight_device_bytes(weights),
     )
+
+
+def k_projection_head_axes(abstract_params: nnx.State, attention: str, mesh: Mesh) -> tuple[str, ...] | None:
+    """Mesh axes, of more than one device, over which the heads of one attention's K kernel really lie.
+
+    Args:
+      abstract_params: weights with their shardings. attention: the module's path, joined by dots.
+
+    Returns:
+      None where Q, K and V are one kernel (``fused_qkv``, served on one device only).
+    """
+    for path, variable in nnx.to_flat_state(abstract_params):
+        if ".".join(map(str, path)) == f"{attention}.key.kernel":
+            spec = variable.get_value().sharding.spec
+            index = KV_KERNEL_AXES.index("kv_heads")
+            axes = spec[index] if index < len(spec) else None
+            return tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if mesh.shape[axis] > 1)
+    return None
 
 
 def weight_device_bytes(abstract_params: nnx.State) -> int:

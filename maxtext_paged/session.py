@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
 from kv_execution.attention.native import native_threads
-from kv_execution.attention.select import BackendChoice, choose_backend
+from kv_execution.attention.select import KNOWN_BACKENDS, BackendChoice, choose_backend
 from kv_execution.dispatch import DecodeDispatch, SplitFloors, floors_for
 from kv_execution.driver import PagedDriver
 from kv_execution.runtime import PagedRuntime
@@ -34,6 +35,7 @@ from maxtext_paged.loading import load_params, params_from_tree
 from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry
 from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
+from maxtext_paged.processes import check_agreement
 from maxtext_paged.sizing import PoolSize, free_memory, pool_size
 
 logger = logging.getLogger(__name__)
@@ -139,7 +141,10 @@ def run_key(rng: Any, mesh: Mesh) -> jax.Array:
     key = jax.random.key(0) if rng is None else jnp.asarray(rng)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
-    return jax.device_put(key, NamedSharding(mesh, PartitionSpec()))
+    # By its words: a key that lives on one device cannot be put on another process's, an array of the host can.
+    replicated = NamedSharding(mesh, PartitionSpec())
+    words = jax.device_put(np.asarray(jax.random.key_data(key)), replicated)
+    return jax.jit(partial(jax.random.wrap_key_data, impl=jax.random.key_impl(key)), out_shardings=replicated)(words)
 
 
 def paging_config(config: Any) -> Any:
@@ -254,6 +259,19 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
     """Load weights, allocate pools and start the loop; arguments as in ``open_session``."""
     options, model, layout = assembly.options, assembly.model, assembly.model.layout
     max_num_seqs, max_model_len = assembly.max_num_seqs, int(assembly.config.max_target_length)
+    check_agreement(
+        model.mesh,
+        {
+            "paged_num_pages": layout.num_pages,
+            "paged_tokens_per_page": layout.tokens_per_page,
+            "paged_max_num_seqs": max_num_seqs,
+            "paged_max_num_batched_tokens": options.paged_max_num_batched_tokens,
+            "paged_prefill_chunk_tokens": options.paged_prefill_chunk_tokens,
+            "paged_enable_prefix_cache": int(options.paged_enable_prefix_cache),
+            "paged_backend": KNOWN_BACKENDS.index(assembly.backend.name),
+            "max_target_length": max_model_len,
+        },
+    )
     params = load_params(model) if params is None else params_from_tree(model, params)
     namespace = None
     if options.paged_enable_prefix_cache:

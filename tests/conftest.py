@@ -20,6 +20,7 @@ from hypothesis import settings
 
 MARKERS = ("gpu", "multi_device", "maxtext", "slow", "long")
 NUM_VIRTUAL_DEVICES = 8
+MULTI_DEVICE_TIMEOUT_SECONDS = 180
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 settings.register_profile("maxtext-paged", deadline=None, print_blob=True, derandomize="CI" in os.environ)
@@ -78,6 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=needs_devices)
             config.stash[_DESELECTED] = len(needs_devices)
             items[:] = [item for item in items if item.get_closest_marker("multi_device") is None]
+
+    for item in items:
+        if item.get_closest_marker("multi_device") is not None:
+            # A collective that waits for ever sits in C++, where no signal handler of Python's gets to run.
+            own = item.get_closest_marker("timeout")
+            seconds = own.args[0] if own is not None and own.args else MULTI_DEVICE_TIMEOUT_SECONDS
+            item.add_marker(pytest.mark.timeout(seconds, method="thread"), append=False)
 
     if not {"slow", "long"} & set(re.findall(r"\w+", config.option.markexpr)):
         takes_minutes = [item for item in items if item.get_closest_marker("long") is not None]

@@ -6,8 +6,9 @@ The dense forward (attention=dot_product, training mode, one device) is the yard
 from __future__ import annotations
 
 import functools
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ from maxtext.utils import maxtext_utils, model_creation_utils
 
 from maxtext_paged.config import PagedMaxTextConfig
 
-BASE = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
+CONFIGS = os.path.join(os.path.dirname(maxtext.__file__), "configs")
+BASE = os.path.join(CONFIGS, "base.yml")
 
 _COMMON = {
     "run_name": "t",
@@ -74,12 +76,24 @@ BLOCKS: dict[str, dict[str, Any]] = {
 """Options per decoder block, over ``_COMMON``."""
 
 
-def make_config(block: str = "llama2", **overrides: Any) -> Any:
-    """A tiny MaxText configuration with ``attention=gpu_paged`` unless overridden."""
+def make_config(block: str = "llama2", *, rules: str = "base.yml", **overrides: Any) -> Any:
+    """A tiny MaxText configuration with ``attention=gpu_paged`` unless overridden.
+
+    Args:
+      rules: which of MaxText's own configurations gives mesh axes and logical axis rules.
+    """
     options = {**_COMMON, "attention": "gpu_paged", **BLOCKS[block], **overrides}
     return pyconfig.initialize(
-        ["test", BASE] + [f"{key}={value}" for key, value in options.items()], config_class=PagedMaxTextConfig
+        ["test", os.path.join(CONFIGS, rules)] + [f"{key}={value}" for key, value in options.items()],
+        config_class=PagedMaxTextConfig,
     )
+
+
+def mesh_of(config: Any, sizes: Mapping[str, int]) -> Mesh:
+    """A mesh with all of the configuration's axes, those of ``sizes`` with several devices, then axes it lacks."""
+    names = (*config.mesh_axes, *(axis for axis in sizes if axis not in config.mesh_axes))
+    shape = [sizes.get(axis, 1) for axis in names]
+    return Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), names)
 
 
 def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> Mesh:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from kv_common.errors import LayoutError
 from kv_execution.metadata import PageMetadata
 
 
@@ -106,6 +108,8 @@ def paged_attention(
 
     Args:
       query: ``[T, heads, head_dim]``. key, value: ``[T, kv_heads, head_dim]``.
+      k_pool, v_pool: with as many heads as ``key``; or, where shards are more than heads, a multiple of them: then
+        consecutive pool heads are copies of one head, as ``KvStorageLayoutV1`` lays them out.
       sinks: ``[heads]`` or None.
       mesh, head_axes: with mesh axes that shard KV heads the whole runs under ``jax.shard_map`` with
         only those axes manual and no collective between append and attention; otherwise as is.
@@ -136,6 +140,11 @@ def paged_attention(
         )
         return output, k_pool, v_pool
 
+    pool_heads, kv_heads = k_pool.shape[2], key.shape[1]
+    if pool_heads % kv_heads:
+        raise LayoutError(f"a pool of {pool_heads} heads cannot hold {kv_heads} KV heads, nor copies of them")
+    if pool_heads > kv_heads:
+        key, value = (jnp.repeat(new, pool_heads // kv_heads, axis=1) for new in (key, value))
     arguments: tuple[Any, ...] = (query, key, value, k_pool, v_pool, pages) + (() if sinks is None else (sinks,))
     if mesh is None or not head_axes:
         return local(*arguments)

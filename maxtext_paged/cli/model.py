@@ -60,11 +60,13 @@ def open_model(path: str, overrides: Sequence[str]) -> Model:
     """
     prepare_environment()
     import_maxtext()
+    from maxtext_paged.processes import require_one_process
     from maxtext_paged.sampling_defaults import default_sampling
     from maxtext_paged.session import assemble
     from maxtext_paged.tokenizer import load_tokenizer
 
     config = load_configuration(path, overrides)
+    require_one_process("maxtext-paged generate")  # the configuration may have joined several
     tokenizer = load_tokenizer(config)
     defaults = default_sampling(config)
     assembly = assemble(config)

@@ -112,6 +112,18 @@ def test_a_multi_device_process_gets_its_devices_without_being_told(pytest_on):
     assert "1 passed" in result.stdout
 
 
+def test_a_multi_device_test_that_hangs_in_c_fails_the_run(pytest_on):
+    result = pytest_on(
+        "import ctypes\n@pytest.mark.multi_device\n@pytest.mark.timeout(2)\ndef test_hangs():\n"
+        "    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+        "    library.pthread_mutex_lock(mutex)\n    library.pthread_mutex_lock(mutex)\n",
+        "-m",
+        "multi_device",
+    )
+    assert result.returncode != 0
+    assert "Timeout" in result.stdout + result.stderr and "test_hangs" in result.stdout + result.stderr
+
+
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
