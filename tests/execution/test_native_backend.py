@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kv_common.errors import ConfigError, UnsupportedError
-from kv_execution.attention.native import NativeBackend
+from kv_execution.attention.native import NativeBackend, native_threads
 from kv_execution.metadata import PageMetadata
 from kv_execution.native import library
 from kv_execution.native.library import native_available, native_library
@@ -102,6 +102,57 @@ def test_a_nan_in_any_part_of_a_cut_decode_shows(rng, where):
     output = run(NativeBackend(), step)
     assert np.isnan(output[0]).all()
     assert_equals_dense(output, step, skip=[0])
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_nan_value_shows_in_the_tokens_that_see_it_and_in_no_other(rng, window):
+    """Six query heads a KV head: one token is one block of the tile's rows, and keys that it masks are not multiplied."""
+    request = make_request(rng, 90, 90, heads=12, kv_heads=2)
+    for sick in (10, 70):
+        value = request.value.copy()
+        value[sick] = np.nan
+        step = make_step([replace(request, value=value)])
+        output = run(NativeBackend(), step, replace(PLAIN, sliding_window=window))[:90]
+        seen = [i for i in range(90) if sick <= i and (window is None or i < sick + window)]
+        assert np.flatnonzero(np.isnan(output).any((1, 2))).tolist() == seen
+        assert np.isnan(output[seen]).all()
+
+
+@pytest.mark.parametrize("num_new", [1, 2], ids=["decode", "tile"])
+def test_bfloat16_results_round_ties_to_even_and_stay_nan(rng, num_new):
+    """Equal keys weigh a half each; values one bfloat16 step apart meet exactly between two."""
+    request = make_request(rng, 2, num_new, dim=16)
+    request.key[:] = 1.0
+    request.value[0], request.value[1] = 1.0 + np.arange(16) / 128, 1.0 + np.arange(1, 17) / 128
+    step = make_step([request])
+    output = run(NativeBackend(), step, activations="bfloat16")[num_new - 1]
+    middle = jnp.asarray((request.value[0, 0] + request.value[1, 0]) / 2)
+    np.testing.assert_array_equal(output, np.broadcast_to(middle.astype(jnp.bfloat16).astype(jnp.float32), (4, 16)))
+    sick = make_request(rng, 9, num_new, dim=16)
+    sick.value.view(np.uint32)[3] = 0x7FFFFFFF  # a NaN that rounding up would carry over into a zero
+    output = run(NativeBackend(), make_step([sick]), activations="bfloat16")[:num_new]
+    assert np.isnan(output).all()
+
+
+@pytest.mark.parametrize(
+    ("told", "threads"),
+    [
+        ({"NPROC": "3"}, 3),
+        ({"PJRT_NPROC": "5", "NPROC": "3"}, 5),
+        ({"PJRT_NPROC": "many", "NPROC": " 3"}, 3),
+        ({"PJRT_NPROC": "-1", "NPROC": "3"}, 1),
+        ({"PJRT_NPROC": "0"}, 1),
+        ({"PJRT_NPROC": ""}, NUM_THREADS),
+    ],
+    ids=str,
+)
+def test_the_threads_are_those_that_xla_starts(monkeypatch, told, threads):
+    """XLA reads its variables when the process starts; here is what it was seen to make of them."""
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert native_threads() == max(threads, jax.local_device_count())
 
 
 @pytest.mark.parametrize(
