@@ -75,6 +75,13 @@ def test_each_way_of_sharing_keys_among_query_heads_equals_dense_attention(rng, 
     assert_equals_dense(run(NativeBackend(), step, options, dtype=dtype), stored, options)
 
 
+def test_more_query_heads_than_a_tile_has_rows_share_a_kv_head(rng):
+    step = make_step(
+        [make_request(rng, length, num_new, heads=100, kv_heads=1) for length, num_new in ((9, 1), (9, 3))]
+    )
+    assert_equals_dense(run(NativeBackend(), step), step)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [[(1900, 1)], [(700, 1), (5, 1), (1100, 1), (40, 10)]], ids=["alone", "several"])
 def test_split_over_keys_or_walked_whole_a_decode_is_the_same(rng, dtype, sizes):
@@ -106,7 +113,7 @@ def test_a_nan_in_any_part_of_a_cut_decode_shows(rng, where):
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_nan_value_shows_in_the_tokens_that_see_it_and_in_no_other(rng, window):
-    """Six query heads a KV head: one token is one block of the tile's rows, and keys that it masks are not multiplied."""
+    """Six query heads a KV head: one token is one block of the tile's rows, and what it masks is not multiplied."""
     request = make_request(rng, 90, 90, heads=12, kv_heads=2)
     for sick in (10, 70):
         value = request.value.copy()
