@@ -243,14 +243,15 @@ def test_a_bfloat16_pool_is_never_widened(rng):
     assert f"f32[{shape}]" not in text
 
 
-def test_a_page_outside_the_pool_is_an_error_and_no_stray_read(rng):
+@pytest.mark.parametrize("page", [128, -1])
+def test_a_page_outside_the_pool_is_an_error_and_no_stray_read(rng, page):
     step = make_step(mixed_requests(rng))
     indices = step.table.kv_indices.copy()
-    indices[2] = 128
+    indices[2] = page
     pages = replace(PageMetadata.from_table(step.table), kv_indices=indices)
     program = program_of(NativeBackend(), PLAIN, None, ())
     pools = [jnp.asarray(pool) for pool in (step.k_pool, step.v_pool)]
-    with pytest.raises(Exception, match="row 0 names page 128 of a pool of 128"):
+    with pytest.raises(Exception, match=f"row 0 names page {page} of a pool of 128"):
         jax.block_until_ready(program(step.query, step.key, step.value, *pools, pages, None))
 
 
