@@ -26,9 +26,9 @@ demo: venv  ## ten prompts through SmolLM2-135M on a paged KV pool inside MaxTex
 	JAX_PLATFORMS=cpu $(BIN)/maxtext-paged generate $(MODEL)/config.yml -i examples/prompts.jsonl -o out/demo.jsonl --overwrite
 	@$(BIN)/python scripts/show-completions.py examples/prompts.jsonl out/demo.jsonl
 
-test: venv  ## all tests that need no GPU: eight virtual devices in one process, one device in another
+test: venv  ## all tests that need no GPU: on eight virtual devices, then on one
 	@rc=0; \
-	XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" $(PYTEST) -m multi_device $(PYTEST_ARGS) || rc=$$?; \
+	XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" $(PYTEST) -m multi_device -n 2 --dist loadfile $(PYTEST_ARGS) || rc=$$?; \
 	$(PYTEST) -n 2 --dist loadfile $(PYTEST_ARGS) || rc=$$?; \
 	exit $$rc
 

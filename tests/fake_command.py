@@ -7,8 +7,9 @@ May import: the standard library, maxtext_paged, tests/fake_engine.py.
 The plan is an object with
   report      where to write what happened: {"kills", "peak_kib", "cpu_s"};
   model       arguments of ``fake_model``;
-  kills       SIGKILLs to survive before the last run, each at a random moment of a run of its own;
-  within_s    the moment's upper bound; seed: of the moments;
+  kills       SIGKILLs to survive before the last run, each at a random moment of a run of its own: every fourth by the
+              clock, so that the start is hit too, the others by what was written, however fast the machine is;
+  within_s    the clock's upper bound; within_bytes: of what was written; seed: of the moments;
   watch       the file that is looked at after every kill;
   tear        whether every record is written in two pieces with a pause between them;
   max_bytes   no file may grow beyond (RLIMIT_FSIZE).
@@ -24,6 +25,8 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +49,28 @@ def tear_records() -> None:
     os.write = in_two  # type: ignore[assignment]
 
 
-def killed(words: list[str], after_s: float) -> int | None:
-    """Run the command in a fork and kill it; its exit code if it was quicker."""
+def killed(words: list[str], due: Callable[[], bool]) -> int | None:
+    """Run the command in a fork and kill it when that is due; its exit code if it was quicker."""
     child = os.fork()
     if not child:
         os._exit(main(words))
-    time.sleep(after_s)
+    while not due() and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.0002)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     return None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def by_the_clock(end: float) -> bool:
+    return time.monotonic() >= end
+
+
+def by_what_was_written(path: Path, enough: float) -> bool:
+    return size(path) >= enough
 
 
 def whole_lines(content: bytes) -> bytes:
@@ -65,8 +81,12 @@ def survive(plan: dict[str, Any], words: list[str]) -> list[dict[str, Any]]:
     """What was found in the watched file after each kill."""
     watched, moments, found = Path(plan["watch"]), random.Random(plan.get("seed", 0)), []
     before = b""
-    for _ in range(plan.get("kills", 0)):
-        code = killed(words, moments.uniform(0, plan["within_s"]))
+    for i in range(plan.get("kills", 0)):
+        if i % 4 == 0:
+            due = partial(by_the_clock, time.monotonic() + moments.uniform(0, plan["within_s"]))
+        else:
+            due = partial(by_what_was_written, watched, size(watched) + moments.uniform(0, plan["within_bytes"]))
+        code = killed(words, due)
         content = watched.read_bytes() if watched.exists() else b""
         found.append(
             {

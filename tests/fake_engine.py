@@ -127,6 +127,7 @@ def fake_model(*, step_s: float = 0.0, temperature: float = 0.0, weights: str = 
         metrics = SimpleNamespace(
             num_scrubbed_pages=0,
             steps_by_backend={},
+            decodes_by_kind={},
             compiled={},
             control=SimpleNamespace(num_evictions=0, page_hit_rate=float("nan")),
         )

@@ -11,6 +11,7 @@ Rows of one token are cut over their keys and merged (split-KV), longer rows are
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 import jax
@@ -40,11 +41,13 @@ _ACTIVATIONS = (jnp.float32, jnp.bfloat16)
 def native_threads() -> int:
     """Threads of the pool on which XLA runs the kernels: one a CPU this process may use, at least one a device.
 
-    ``PJRT_NPROC`` and ``NPROC`` are XLA's own variables for the number of CPUs.
+    ``PJRT_NPROC`` and ``NPROC`` are XLA's own variables for the number of CPUs: the first that holds a whole number
+    counts, signs and blanks allowed, and a negative one is 0.
     """
-    told = next((os.environ[name] for name in ("PJRT_NPROC", "NPROC") if os.environ.get(name, "").isdigit()), None)
+    values = (os.environ.get(name, "").strip() for name in ("PJRT_NPROC", "NPROC"))
+    told = next((int(value) for value in values if re.fullmatch(r"[+-]?[0-9]+", value)), None)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(usable if told is None else int(told), jax.local_device_count("cpu"))
+    return max(usable if told is None else told, jax.local_device_count("cpu"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,7 @@ class Job:
         counts.peak_pages = driver.metrics.peak_pages_held
         counts.scrubbed_pages = runtime.num_scrubbed_pages
         counts.backends = runtime.steps_by_backend
+        counts.decodes = runtime.decodes_by_kind
         counts.programs = runtime.compiled
         counts.shares = control.prefix_index is not None
         counts.attainable_tokens = self._worker.attainable_tokens

@@ -38,7 +38,8 @@ class JobCounts:
       shares: whether the prefix cache is on. cached_tokens: prompt tokens that it had. attainable_tokens: that sharing
         within the windows in which rows were ordered can avoid at best; None where they were not ordered.
       evictions, hit_rate: of its pages.
-      backends: attention backend to steps. programs: jitted function to programs obtained.
+      backends: attention backend to steps. decodes: how decode rows ran, fused or gather, to launches, one for each
+        step and attention window. programs: jitted function to programs obtained.
     """
 
     total: int = 0
@@ -64,6 +65,7 @@ class JobCounts:
     evictions: int = 0
     hit_rate: float = float("nan")
     backends: Mapping[str, int] = field(default_factory=dict)
+    decodes: Mapping[str, int] = field(default_factory=dict)
     programs: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -85,12 +87,14 @@ class JobCounts:
         backends = ", ".join(f"{name} {steps} steps" for name, steps in self.backends.items()) or "nothing ran"
         left = f", {self.total - self.done} not answered" if self.done < self.total else ""
         before = f", {self.earlier} before ({self.earlier_failed} failed)" if self.earlier else ""
+        decodes = ", ".join(f"{count} {kind}" for kind, count in self.decodes.items()) or "none"
         programs = ", ".join(f"{name} {count}" for name, count in sorted(self.programs.items())) or "none"
         return [
             f"{self.total} rows: {self.ok} ok, {self.failed} failed{before}{left}; {self.prompt_tokens} prompt and "
             f"{self.generated_tokens} generated tokens in {self.seconds:.1f} s, {rate:.1f} tokens/s",
             f"{self.steps} steps, {self.preemptions} preemptions, at most {self.peak_pages} of {self.num_pages} pages "
-            f"held, {self.scrubbed_pages} scrubbed; attention: {backends}; programs: {programs}",
+            f"held, {self.scrubbed_pages} scrubbed; attention: {backends}; decodes: {decodes}; programs: "
+            f"{programs}",
             *self._sharing(),
         ]
 

@@ -130,6 +130,18 @@ class BackendConformance:
             for i in range(2, len(step.requests)):  # request 1 sees one key: nothing can change
                 assert np.abs(one[step.rows(i)] - other[step.rows(i)]).max() > 1e-3
 
+    @pytest.mark.parametrize("num_new", [1, 30])
+    def test_a_cap_still_tells_scores_apart_that_lie_far_beyond_it(self, rng, num_new):
+        """Five to eight times the cap: what is left of their difference counts, and larger ones all equal the cap."""
+        request = make_request(rng, 60, num_new, dim=self.head_dim)
+        request.query[:], request.key[:], request.value[:] = 0.0, 0.0, 1.0
+        request.query[..., 0] = 1.0
+        request.key[..., 0] = np.append(np.linspace(250, 400, 50), np.geomspace(500, 1e4, 10))[:, None]
+        request.value[:25] = -1.0
+        step, options = make_step([request]), replace(PLAIN, scale=1.0, soft_cap=50.0)
+        wanted, bound = expected(request, options), 2e-5  # of a tanh good to a few units in the last place, times 50
+        np.testing.assert_allclose(run(self.backend, step, options)[:num_new], wanted, rtol=0, atol=bound)
+
     def test_sinks_act_and_their_value_matters(self, rng):
         step = make_step(mixed_requests(rng, dim=self.head_dim))
         without = run(self.backend, step)

@@ -15,6 +15,7 @@ from kv_execution.attention.native import NativeBackend, native_threads
 from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.dispatch import MEASURED_FLOORS, DecodeDispatch, SplitFloors, decide, floors_for
 from kv_execution.native.library import native_available, native_library
+from kv_execution.runtime import PagedRuntime
 from kv_execution.split_plan import SplitPlan, SplitPlanCache
 from tests.execution.paged_steps import PLAIN, assert_equals_dense, make_request, make_step, run
 from tests.fakes import make_driver, run_all
@@ -197,3 +198,25 @@ def test_a_runtime_counts_the_decodes_it_dispatched():
     metrics = driver.runtime.metrics()
     assert metrics.decodes_by_kind == {"gather": 3}
     assert metrics.num_steps == 4
+
+
+def test_a_runtime_dispatches_by_the_block_epoch_of_each_plan_and_counts_no_warm_up(monkeypatch):
+    given, packed = [], []
+    outcomes, run_step = DecodeDispatch.outcomes, PagedRuntime.run_step
+
+    def spied(dispatch, table, block_epoch=-1):
+        given.append(block_epoch)
+        return outcomes(dispatch, table, block_epoch)
+
+    def spied_step(runtime, prepared):
+        packed.append(prepared.plan.block_epoch)
+        return run_step(runtime, prepared)
+
+    monkeypatch.setattr(DecodeDispatch, "outcomes", spied)
+    monkeypatch.setattr(PagedRuntime, "run_step", spied_step)
+    driver = make_driver(num_pages=16)
+    driver.runtime.warm_up()
+    assert (driver.runtime.metrics().num_steps, given) == (0, [])
+    run_all(driver, [Request(RequestId(0), np.arange(1, 6), max_tokens=9)])
+    assert given == packed
+    assert len(set(given)) > 1

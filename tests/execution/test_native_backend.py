@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kv_common.errors import ConfigError, UnsupportedError
-from kv_execution.attention.native import NativeBackend
+from kv_execution.attention.native import NativeBackend, native_threads
 from kv_execution.metadata import PageMetadata
 from kv_execution.native import library
 from kv_execution.native.library import native_available, native_library
@@ -75,6 +75,13 @@ def test_each_way_of_sharing_keys_among_query_heads_equals_dense_attention(rng, 
     assert_equals_dense(run(NativeBackend(), step, options, dtype=dtype), stored, options)
 
 
+def test_more_query_heads_than_a_tile_has_rows_share_a_kv_head(rng):
+    step = make_step(
+        [make_request(rng, length, num_new, heads=100, kv_heads=1) for length, num_new in ((9, 1), (9, 3))]
+    )
+    assert_equals_dense(run(NativeBackend(), step), step)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [[(1900, 1)], [(700, 1), (5, 1), (1100, 1), (40, 10)]], ids=["alone", "several"])
 def test_split_over_keys_or_walked_whole_a_decode_is_the_same(rng, dtype, sizes):
@@ -102,6 +109,57 @@ def test_a_nan_in_any_part_of_a_cut_decode_shows(rng, where):
     output = run(NativeBackend(), step)
     assert np.isnan(output[0]).all()
     assert_equals_dense(output, step, skip=[0])
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_nan_value_shows_in_the_tokens_that_see_it_and_in_no_other(rng, window):
+    """Six query heads a KV head: one token is one block of the tile's rows, and what it masks is not multiplied."""
+    request = make_request(rng, 90, 90, heads=12, kv_heads=2)
+    for sick in (10, 70):
+        value = request.value.copy()
+        value[sick] = np.nan
+        step = make_step([replace(request, value=value)])
+        output = run(NativeBackend(), step, replace(PLAIN, sliding_window=window))[:90]
+        seen = [i for i in range(90) if sick <= i and (window is None or i < sick + window)]
+        assert np.flatnonzero(np.isnan(output).any((1, 2))).tolist() == seen
+        assert np.isnan(output[seen]).all()
+
+
+@pytest.mark.parametrize("num_new", [1, 2], ids=["decode", "tile"])
+def test_bfloat16_results_round_ties_to_even_and_stay_nan(rng, num_new):
+    """Equal keys weigh a half each; values one bfloat16 step apart meet exactly between two."""
+    request = make_request(rng, 2, num_new, dim=16)
+    request.key[:] = 1.0
+    request.value[0], request.value[1] = 1.0 + np.arange(16) / 128, 1.0 + np.arange(1, 17) / 128
+    step = make_step([request])
+    output = run(NativeBackend(), step, activations="bfloat16")[num_new - 1]
+    middle = jnp.asarray((request.value[0, 0] + request.value[1, 0]) / 2)
+    np.testing.assert_array_equal(output, np.broadcast_to(middle.astype(jnp.bfloat16).astype(jnp.float32), (4, 16)))
+    sick = make_request(rng, 9, num_new, dim=16)
+    sick.value.view(np.uint32)[3] = 0x7FFFFFFF  # a NaN that rounding up would carry over into a zero
+    output = run(NativeBackend(), make_step([sick]), activations="bfloat16")[:num_new]
+    assert np.isnan(output).all()
+
+
+@pytest.mark.parametrize(
+    ("told", "threads"),
+    [
+        ({"NPROC": "3"}, 3),
+        ({"PJRT_NPROC": "5", "NPROC": "3"}, 5),
+        ({"PJRT_NPROC": "many", "NPROC": " 3"}, 3),
+        ({"PJRT_NPROC": "-1", "NPROC": "3"}, 1),
+        ({"PJRT_NPROC": "0"}, 1),
+        ({"PJRT_NPROC": ""}, NUM_THREADS),
+    ],
+    ids=str,
+)
+def test_the_threads_are_those_that_xla_starts(monkeypatch, told, threads):
+    """XLA reads its variables when the process starts; here is what it was seen to make of them."""
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert native_threads() == max(threads, jax.local_device_count())
 
 
 @pytest.mark.parametrize(
@@ -185,14 +243,26 @@ def test_a_bfloat16_pool_is_never_widened(rng):
     assert f"f32[{shape}]" not in text
 
 
-def test_a_page_outside_the_pool_is_an_error_and_no_stray_read(rng):
+@pytest.mark.parametrize("page", [128, -1])
+def test_a_page_outside_the_pool_is_an_error_and_no_stray_read(rng, page):
     step = make_step(mixed_requests(rng))
     indices = step.table.kv_indices.copy()
-    indices[2] = 128
+    indices[2] = page
     pages = replace(PageMetadata.from_table(step.table), kv_indices=indices)
     program = program_of(NativeBackend(), PLAIN, None, ())
     pools = [jnp.asarray(pool) for pool in (step.k_pool, step.v_pool)]
-    with pytest.raises(Exception, match="row 0 names page 128 of a pool of 128"):
+    with pytest.raises(Exception, match=f"row 0 names page {page} of a pool of 128"):
+        jax.block_until_ready(program(step.query, step.key, step.value, *pools, pages, None))
+
+
+def test_a_row_with_fewer_pages_than_tokens_is_an_error_and_never_reads_its_neighbour_s(rng):
+    step = make_step([make_request(rng, 20, 1), make_request(rng, 20, 1)], page_size=16)
+    indptr = step.table.kv_indptr.copy()
+    indptr[1] = 1  # of two pages
+    pages = replace(PageMetadata.from_table(step.table), kv_indptr=indptr)
+    program = program_of(NativeBackend(), PLAIN, None, ())
+    pools = [jnp.asarray(pool) for pool in (step.k_pool, step.v_pool)]
+    with pytest.raises(Exception, match="row 0 has fewer pages than its tokens take"):
         jax.block_until_ready(program(step.query, step.key, step.value, *pools, pages, None))
 
 

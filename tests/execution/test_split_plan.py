@@ -14,7 +14,7 @@ from kv_control.request import Request
 from kv_execution.attention.native import NativeBackend, native_threads
 from kv_execution.dispatch import DecodeDispatch, SplitFloors
 from kv_execution.native.library import native_available, native_library
-from kv_execution.split_plan import PageRanges, SplitPlanCache, split_kv_workspace_bytes, split_plan
+from kv_execution.split_plan import PageRanges, SplitPlan, SplitPlanCache, split_kv_workspace_bytes, split_plan
 from tests.execution.paged_steps import make_request, make_step, run
 from tests.fakes import make_driver, run_all
 
@@ -52,6 +52,12 @@ def test_rows_are_cut_into_as_many_pieces_as_the_plan_says(lengths):
     assert (counts.chunks, counts.merged_rows) == (plan.num_chunks, plan.num_merged_rows)
     # Rows that stay whole are one chunk each and need no workspace.
     assert counts.chunks - (len(lengths) - counts.merged_rows) == pieces_of(lengths, native_threads(), 64)
+
+
+def test_one_thread_cuts_nothing():
+    ranges = PageRanges.of(table_of([6000, 300]), None, PAGE)
+    assert split_plan(ranges, PAGE, 1) == SplitPlan(num_chunks=2, num_merged_rows=0)
+    assert split_plan(ranges, PAGE, 2).num_merged_rows == 1
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16, 96])

@@ -247,10 +247,13 @@ def test_some_failed_rows_make_exit_code_1_and_the_summary_counts_what_was_writt
     assert f"{len(mixed.records)} rows: {len(good)} ok, {failed} failed; " in rows
     assert f"{prompt} prompt and {generated} generated tokens in " in rows
     found = re.search(
-        r"(\d+) steps, .* at most (\d+) of 64 pages held, (\d+) scrubbed; attention: (\w+) \1 steps", loop
+        r"(\d+) steps, .* at most (\d+) of 64 pages held, (\d+) scrubbed; attention: (\w+) \1 steps; "
+        r"decodes: (\d+) gather; ",
+        loop,
     )
     assert found is not None
     assert 0 < int(found[2]) <= 64
+    assert 0 < int(found[5]) <= int(found[1]), "every decode of so short a context is below the floors"
     assert "paged_step" in loop
 
 

@@ -77,7 +77,8 @@ def test_a_run_killed_at_fifty_random_moments_ends_with_every_record_once_and_ea
 ) -> None:
     rows = [{"id": f"r{i}", "prompt": f"row {i}", "temperature": 1} for i in range(600)]
     write_rows(rows)
-    plan = {"report": "report.json", "watch": "out.jsonl", "kills": 50, "within_s": 0.1, "tear": True, "seed": 3}
+    moments = {"kills": 50, "within_s": 0.1, "within_bytes": 6000, "seed": 3}
+    plan = {"report": "report.json", "watch": "out.jsonl", "tear": True, **moments}
     ended = in_process(plan, "--resume")
     assert ended.returncode == 0, ended.stderr.decode()
     kills = json.loads(Path("report.json").read_text())["kills"]

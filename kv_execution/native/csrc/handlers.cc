@@ -144,9 +144,12 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer k_p
   try {
     const int64_t threads = std::max<int64_t>(1, pool.num_threads());
     const WorkList work = plan_work(call, num_rows, num_tokens, threads, {min_tokens, min_tokens_per_request});
-    if (work.bad_row >= 0)
-      return invalid("attend: row " + std::to_string(work.bad_row) + " names page " + std::to_string(work.bad_page) +
-                     " of a pool of " + std::to_string(call.num_pages));
+    if (work.bad_row >= 0) {
+      const std::string row = "attend: row " + std::to_string(work.bad_row);
+      if (work.bad_page == kTooFewPages) return invalid(row + " has fewer pages than its tokens take");
+      return invalid(row + " names page " + std::to_string(work.bad_page) + " of a pool of " +
+                     std::to_string(call.num_pages));
+    }
     const int64_t row_bytes = heads * dim * (call.query_is_bfloat16 ? 2 : 4);
     const int64_t live = std::min<int64_t>(num_tokens, std::max(0, call.query_start[num_rows]));
     std::memset(static_cast<char*>(call.output) + live * row_bytes, 0, (num_tokens - live) * row_bytes);

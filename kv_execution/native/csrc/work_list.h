@@ -15,6 +15,9 @@ struct Merge {
   int64_t first, count;
 };
 
+// As bad_page: the row's list ends before its tokens do.
+constexpr int64_t kTooFewPages = INT64_MIN;
+
 struct WorkList {
   std::vector<Item> items;      // the most expensive first
   std::vector<Merge> merges;
@@ -52,6 +55,10 @@ inline WorkList plan_work(const Call& call, int64_t num_rows, int64_t num_tokens
     const int64_t first = oldest_key(row, length - (end - begin)), offset = call.first_page_offset[row];
     const int64_t first_page = (first - offset) / call.tokens_per_page;
     const int64_t last_page = (length - 1 - offset) / call.tokens_per_page;
+    if (last_page >= call.kv_indptr[row + 1] - call.kv_indptr[row]) {  // behind them are another request's
+      work.bad_row = row, work.bad_page = kTooFewPages;
+      return work;
+    }
     for (int64_t i = call.kv_indptr[row] + first_page; i <= call.kv_indptr[row] + last_page; i++)
       if (call.kv_indices[i] < 0 || call.kv_indices[i] >= call.num_pages) {
         work.bad_row = row, work.bad_page = call.kv_indices[i];
