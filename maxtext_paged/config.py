@@ -108,14 +108,15 @@ class PagedOptions(BaseModel):
         -1,
         ge=-1,
         description="Visible KV tokens from which one request alone is decoded with split-KV (also as the environment "
-        f"variable PAGED_SPLIT_KV_MIN_TOKENS). -1: {MEASURED_FLOORS['cpu'].min_tokens} on CPUs, as measured, and "
+        "variable PAGED_SPLIT_KV_MIN_TOKENS, which wins). "
+        f"-1: {MEASURED_FLOORS['cpu'].min_tokens} on CPUs, as measured, and "
         f"{UNMEASURED_FLOORS.min_tokens} on other devices.",
     )
     paged_split_kv_min_tokens_per_request: int = Field(
         -1,
         ge=-1,
         description="Visible KV tokens per request from which several are decoded with split-KV (also as the "
-        "environment variable PAGED_SPLIT_KV_MIN_TOKENS_PER_REQUEST). -1: "
+        "environment variable PAGED_SPLIT_KV_MIN_TOKENS_PER_REQUEST, which wins). -1: "
         f"{MEASURED_FLOORS['cpu'].min_tokens_per_request} on CPUs, as measured, and "
         f"{UNMEASURED_FLOORS.min_tokens_per_request} on other devices.",
     )
