@@ -231,10 +231,16 @@ class PagedRuntime:
         plan = self.control.plan(self.control.confirm_scrubbed(reservation))
         return PreparedStep(plan, *pack(build_step_inputs(plan)))
 
-    def run_step(self, prepared: PreparedStep) -> StepOutcome:
-        """Dispatch a prepared step. Returns at once; ``StepOutcome.read`` waits."""
+    def run_step(self, prepared: PreparedStep, *, after: StepOutcome | None = None) -> StepOutcome:
+        """Dispatch a prepared step. Returns at once; ``StepOutcome.read`` waits.
+
+        Args:
+          after: the step whose tokens ``previous_sample`` names; None: the last one that ran, whoever ran it.
+        """
         plan = prepared.plan
         decode = self._decode.outcomes(plan.table, plan.block_epoch)
+        if after is not None:
+            self._previous_tokens = after.outputs.tokens
         outputs = self._dispatch(prepared)
         self._decode.launched(decode)
         self._num_tokens += plan.table.num_tokens
