@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kv_common.errors import RequestError
 from kv_control.invariants import check_invariants
+from kv_control.logit_options import check_logit_options
 from kv_control.plan import RequestId
 from kv_control.request import Request
 from kv_control.scheduler import Scheduler
@@ -98,6 +99,7 @@ class PagedDriver:
                 f"token id {int(request.prompt.max())} is outside the vocabulary of {vocab_size}: "
                 "was it made by another model's tokenizer?"
             )
+        check_logit_options(request, vocab_size)
         self.scheduler.submit(request)
 
     def cancel(self, request_id: RequestId) -> Request | None:

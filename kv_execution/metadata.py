@@ -65,6 +65,8 @@ class SamplingInputs:
       seed: uint32 ``[S]``.
       sample_index: int32 ``[S]``.
       position: int32 ``[S]``, absolute position of the token to be chosen.
+      options_row: int32 ``[S]``, the row of ``StepInputs.options`` that acts on it; -1 for none. None: for nobody.
+      num_top: int32 ``[S]``, alternatives wanted beside it; None: for nobody.
     """
 
     temperature: Array
@@ -74,6 +76,8 @@ class SamplingInputs:
     seed: Array
     sample_index: Array
     position: Array
+    options_row: Array = None
+    num_top: Array = None
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +96,7 @@ class StepInputs:
       target_rows: int32 ``[T]``, token rows whose ``target`` logprob is wanted, packed first; padding 0.
       targets: int32 ``[T]``, the wanted token of each such row; padding 0.
       num_targets: int32 ``[]``, how many of them are real. 0 costs nothing.
+      options: ``logit_adjust.OptionRows``, what is done to logits, by row; None where ``options_row`` names none.
     """
 
     token_ids: Array
@@ -103,3 +108,4 @@ class StepInputs:
     target_rows: Array
     targets: Array
     num_targets: Array
+    options: Any = None

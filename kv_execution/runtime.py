@@ -11,7 +11,7 @@ May import: kv_common, kv_control, jax.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from kv_control.metrics import ControlMetrics
 from kv_control.plan import RequestHandle, RequestSlice, StepPlan, StepResults
 from kv_execution.compile_events import CompileCounter
 from kv_execution.dispatch import DecodeDispatch, DispatchOutcome
+from kv_execution.logit_adjust import OptionTable
 from kv_execution.metadata import StepInputs
 from kv_execution.model import PagedModel, Params
 from kv_execution.pool import Scrubber
@@ -81,12 +82,16 @@ class StepOutcome:
     def results(self) -> StepResults:
         """Wait for the step; its results beside ``plan.slices``. One small read."""
         batch = self.plan.slices
-        tokens, logprobs, ok, scored = jax.device_get(
+        outputs = self.outputs
+        wants_top = batch.options is not None and batch.options.num_top.any()
+        tokens, logprobs, ok, scored, top_ids, top = jax.device_get(
             (
-                self.outputs.tokens,
-                self.outputs.logprobs,
-                self.outputs.ok,
-                self.outputs.target_logprobs if batch.targets is not None else None,
+                outputs.tokens,
+                outputs.logprobs,
+                outputs.ok,
+                outputs.target_logprobs if batch.targets is not None else None,
+                outputs.top_ids if wants_top else None,
+                outputs.top_logprobs if wants_top else None,
             )
         )
         sampled, num_sampled = batch.samples, int(batch.samples.sum())
@@ -95,7 +100,11 @@ class StepOutcome:
             logprobs=np.full(len(batch), np.nan, np.float32),
             ok=np.ones(len(batch), np.bool_),
             target_logprobs=None if batch.targets is None else np.full(len(batch.tokens), np.nan, np.float32),
+            top_ids=np.zeros((len(batch), top.shape[1]), np.int32) if wants_top else None,
+            top_logprobs=np.full((len(batch), top.shape[1]), np.nan, np.float32) if wants_top else None,
         )
+        if results.top_ids is not None and results.top_logprobs is not None:
+            results.top_ids[sampled], results.top_logprobs[sampled] = top_ids[:num_sampled], top[:num_sampled]
         results.tokens[sampled] = tokens[:num_sampled]
         results.logprobs[sampled] = logprobs[:num_sampled]
         results.ok[sampled] = ok[:num_sampled]
@@ -202,6 +211,9 @@ class PagedRuntime:
         )
         self._num_tokens = self._num_padded = self._num_scrubbed = self._num_copied = 0
         self._rungs: dict[int, int] = {}
+        self._options = OptionTable(
+            max_num_seqs=control.max_num_seqs, max_model_len=control.max_model_len, mesh=model.mesh
+        )
 
     def open(self) -> RequestHandle | None:
         """A row for a request; None when all are taken."""
@@ -243,9 +255,9 @@ class PagedRuntime:
         return StepOutcome(plan, outputs, self._backend, decode)
 
     def _dispatch(self, prepared: PreparedStep) -> StepOutputs:
-        self._pools, outputs = self._program(
-            self.params, self._pools, prepared.inputs, self._previous_tokens, self.run_key
-        )
+        self._options.follow(prepared.plan.slices, self._previous_tokens)
+        inputs = replace(prepared.inputs, options=self._options.rows)
+        self._pools, outputs = self._program(self.params, self._pools, inputs, self._previous_tokens, self.run_key)
         self._previous_tokens = outputs.tokens
         self.control.commit(prepared.plan)
         return outputs
@@ -260,6 +272,7 @@ class PagedRuntime:
         """
         rungs = self.control.token_ladder.rungs
         self._pools = self._scrubber.warm_up(self._pools)
+        self._options.warm_up(self._previous_tokens)
         for done, rung in enumerate(rungs, start=1):
             reservation = self.control.reserve([])
             assert reservation is not None  # an empty step needs no page

@@ -19,6 +19,7 @@ from kv_execution.logprobs import target_logprobs
 from kv_execution.metadata import StepInputs
 from kv_execution.model import PagedModel, Params, Pools
 from kv_execution.sampling import sample
+from kv_execution.top_logprobs import top_logprobs
 
 HEAD_BLOCK_ROWS = 64
 """Rows per output-head call when prompt logprobs are wanted: bounds memory at 64 x vocab float32."""
@@ -35,12 +36,15 @@ class StepOutputs:
       logprobs: float32 ``[max_num_seqs]``, the chosen tokens' under the unmodified model distribution.
       ok: bool ``[max_num_seqs]``, False where the row's logits were not finite.
       target_logprobs: float32 ``[T]``, of the wanted prompt tokens, packed first; NaN elsewhere.
+      top_ids, top_logprobs: int32 and float32 ``[max_num_seqs, MAX_TOP_LOGPROBS]``, as ``top_logprobs`` gives them.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     ok: jax.Array
     target_logprobs: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
 
 
 StepProgram = Callable[[Params, Pools, StepInputs, jax.Array, jax.Array], tuple[Pools, StepOutputs]]
@@ -62,7 +66,8 @@ def make_step_program(model: PagedModel, *, max_num_seqs: int) -> StepProgram:
             inputs.token_ids,
         )
         logits, hidden, pools = model.forward(params, pools, token_ids, inputs)
-        tokens, logprobs, ok = sample(logits, inputs.sampling, run_key)
+        tokens, logprobs, ok = sample(logits, inputs.sampling, run_key, inputs.options)
+        top_ids, top = top_logprobs(logits, inputs.sampling.num_top)
         scored = target_logprobs(
             lambda rows: model.head(params, hidden, rows),
             inputs.target_rows,
@@ -72,9 +77,11 @@ def make_step_program(model: PagedModel, *, max_num_seqs: int) -> StepProgram:
         )
 
         def widened(array: jax.Array) -> jax.Array:
-            return jnp.pad(array, (0, max_num_seqs - array.shape[0]))
+            return jnp.pad(array, [(0, max_num_seqs - array.shape[0]), *[(0, 0)] * (array.ndim - 1)])
 
-        return pools, StepOutputs(widened(tokens), widened(logprobs), widened(ok), scored)
+        return pools, StepOutputs(
+            widened(tokens), widened(logprobs), widened(ok), scored, widened(top_ids), widened(top)
+        )
 
     if model.mesh is None:
         program: Any = jax.jit(paged_step, donate_argnums=1)
