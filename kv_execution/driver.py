@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from kv_common.errors import RequestError
 from kv_control.invariants import check_invariants
@@ -66,6 +67,7 @@ class PagedDriver:
         self.runtime = runtime
         self.scheduler = scheduler
         self._check = check
+        self._cancels: SimpleQueue[RequestId] = SimpleQueue()
         self._num_finished = self._num_failed = self._peak_running = self._peak_pages_held = 0
 
     @property
@@ -106,6 +108,10 @@ class PagedDriver:
         """End a request in whatever state it is; its pages return. None if it is not here (any more)."""
         return self.scheduler.cancel(request_id)
 
+    def cancel_soon(self, request_id: RequestId) -> None:
+        """As ``cancel``, from any thread: done when the next step begins. Ids that are not here are ignored."""
+        self._cancels.put(request_id)
+
     def run(self, on_step: Callable[[PagedDriver], None] | None = None) -> Iterator[Request]:
         """Step until nothing is left, yielding requests as they finish."""
         yield from self.pop_finished()
@@ -116,6 +122,8 @@ class PagedDriver:
 
     def step(self) -> list[Request]:
         """Run one step, if anything can run, and return the requests that ended since the last call."""
+        while not self._cancels.empty():
+            self.scheduler.cancel(self._cancels.get())
         if self.scheduler.has_work:
             slices = self.scheduler.slices(self.scheduler.schedule())
             prepared = self.runtime.prepare_step(slices) if slices else None
