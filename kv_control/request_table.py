@@ -35,13 +35,19 @@ class RequestTable:
       wants_targets: bool ``[R]``, prompt logprobs are wanted and not all known.
       num_seen: int64 ``[R]``, tokens that were computed at least once, also before a preemption.
       num_published: int64 ``[R]``, leading pages that were offered to the prefix index.
+      has_options: bool ``[R]``, something is done to its logits. counts_tokens: bool ``[R]``, by its tokens.
+      num_top: int32 ``[R]``, alternatives wanted at each token.
+      options_sent: bool ``[R]``, the device has its options since it was let in.
+      num_with_options: rows that have any of these.
       sampling: columns of ``[R]``.
       tokens: int32 ``[R, max_model_len + 1]``. logprobs: float32 beside it, of generated tokens.
     """
 
     __slots__ = (
+        "counts_tokens",
         "end_at",
         "epochs",
+        "has_options",
         "ids",
         "logprobs",
         "max_kv_tokens",
@@ -52,6 +58,9 @@ class RequestTable:
         "num_published",
         "num_seen",
         "num_tokens",
+        "num_top",
+        "num_with_options",
+        "options_sent",
         "sample_index",
         "sampling",
         "tokens",
@@ -72,6 +81,11 @@ class RequestTable:
         self.wants_targets: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.num_published: Int64 = np.zeros(max_num_seqs, np.int64)
         self.num_seen: Int64 = np.zeros(max_num_seqs, np.int64)
+        self.has_options: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.counts_tokens: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.num_top: NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
+        self.options_sent: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.num_with_options = 0
         self.sampling = SamplingColumns.greedy(max_num_seqs)
         # Zeros that the system gives page by page: a row costs memory as far as it is used.
         self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), np.int32)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kv_common.errors import ConfigError, InvariantError, RequestError, RequestTooLarge, SchedulerStalled
 from kv_control.admission import Admission, Shared
 from kv_control.control_plane import ControlPlane
+from kv_control.logit_options import Alternatives, step_options
 from kv_control.plan import Int64, RequestHandle, RequestId, RequestSlice, Scheduled, StepBatch, StepResults
 from kv_control.request import FinishReason, Request, RequestStatus
 from kv_control.request_table import RequestTable
@@ -257,16 +258,18 @@ class Scheduler:
             if wanted is not None:
                 targets = np.full(len(tokens), -1, np.int32) if targets is None else targets
                 targets[first[i] : first[i] + counts[i]] = wanted
+        samples = (end == table.num_to_come(rows)) & (end < table.end_at[rows])
         return StepBatch(
             rows=rows,
             epochs=scheduled.epochs,
             start=start,
             num_tokens=counts,
             tokens=tokens,
-            samples=(end == table.num_to_come(rows)) & (end < table.end_at[rows]),
+            samples=samples,
             sampling=table.sampling.take(rows),
             previous_sample=np.where(ahead, table.sample_index[rows], -1).astype(np.int32),
             targets=targets,
+            options=step_options(table, rows, samples, self._by_row),
         )
 
     def advance(self, slices: Iterable[RequestSlice]) -> None:
@@ -279,6 +282,9 @@ class Scheduler:
         sampled = batch.rows[here & batch.samples]
         table.num_in_flight[sampled] += 1
         table.sample_index[sampled] = (np.cumsum(batch.samples) - 1)[here & batch.samples]
+        if batch.options is not None:
+            acted = batch.options.rows[here]
+            table.options_sent[acted[acted >= 0]] = True
         counters.num_steps += 1
         prefill = (num_tokens > 1) | (start < table.num_prompt[rows])
         again = np.clip(table.num_seen[rows] - start, 0, num_tokens)
@@ -353,6 +359,11 @@ class Scheduler:
         tokens = results.tokens[sampled]
         table.append(rows, tokens, results.logprobs[sampled])
         table.num_in_flight[rows] -= 1
+        if batch.options is not None and results.top_ids is not None and results.top_logprobs is not None:
+            for i in np.flatnonzero(sampled & (batch.options.num_top > 0)).tolist():
+                request, k = self._by_row[batch.rows[i]], int(batch.options.num_top[i])
+                if request is not None:
+                    request.alternatives.append(Alternatives(results.top_ids[i, :k], results.top_logprobs[i, :k]))
         self.control.counters.num_generated_tokens += len(rows)
         if self.control.prefix_index is not None:
             self._publish(batch.rows[here], end[here])

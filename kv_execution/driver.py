@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from kv_common.errors import RequestError
 from kv_control.invariants import check_invariants
+from kv_control.logit_options import check_logit_options
 from kv_control.plan import RequestId, StepBatch
 from kv_control.request import Request
 from kv_control.scheduler import Scheduler
@@ -72,6 +74,7 @@ class PagedDriver:
         self._check = check
         self._ahead = ahead
         self._in_flight: StepOutcome | None = None
+        self._cancels: SimpleQueue[RequestId] = SimpleQueue()
         self._num_finished = self._num_failed = self._peak_running = self._peak_pages_held = 0
 
     @property
@@ -105,11 +108,16 @@ class PagedDriver:
                 f"token id {int(request.prompt.max())} is outside the vocabulary of {vocab_size}: "
                 "was it made by another model's tokenizer?"
             )
+        check_logit_options(request, vocab_size)
         self.scheduler.submit(request)
 
     def cancel(self, request_id: RequestId) -> Request | None:
         """End a request in whatever state it is; its pages return. None if it is not here (any more)."""
         return self.scheduler.cancel(request_id)
+
+    def cancel_soon(self, request_id: RequestId) -> None:
+        """As ``cancel``, from any thread: done when the next step begins. Ids that are not here are ignored."""
+        self._cancels.put(request_id)
 
     def run(self, on_step: Callable[[PagedDriver], None] | None = None) -> Iterator[Request]:
         """Step until nothing is left, yielding requests as they finish."""
@@ -126,6 +134,8 @@ class PagedDriver:
           The requests that ended since the last call.
         """
         before, self._in_flight = self._in_flight, None
+        while not self._cancels.empty():
+            self.scheduler.cancel(self._cancels.get())
         if self.scheduler.has_work:
             slices = self.scheduler.slices(self.scheduler.schedule())
             if slices:

@@ -24,6 +24,7 @@ from kv_control.metrics import ControlMetrics
 from kv_control.plan import RequestHandle, RequestSlice, StepPlan, StepResults
 from kv_execution.compile_events import CompileCounter
 from kv_execution.dispatch import DecodeDispatch, DispatchOutcome
+from kv_execution.logit_adjust import OptionTable
 from kv_execution.model import PagedModel, Params, Pools
 from kv_execution.packing import Packing, pack
 from kv_execution.pool import Scrubber
@@ -83,8 +84,15 @@ class StepOutcome:
     def results(self) -> StepResults:
         """Wait for the step; its results beside ``plan.slices``. One small read."""
         batch = self.plan.slices
-        samples, scored = jax.device_get(
-            (self.outputs.samples, self.outputs.target_logprobs if batch.targets is not None else None)
+        outputs = self.outputs
+        wants_top = batch.options is not None and batch.options.num_top.any()
+        samples, scored, top_ids, top = jax.device_get(
+            (
+                outputs.samples,
+                outputs.target_logprobs if batch.targets is not None else None,
+                outputs.top_ids if wants_top else None,
+                outputs.top_logprobs if wants_top else None,
+            )
         )
         sampled, num_sampled = batch.samples, int(batch.samples.sum())
         results = StepResults(
@@ -92,11 +100,15 @@ class StepOutcome:
             logprobs=np.full(len(batch), np.nan, np.float32),
             ok=np.ones(len(batch), np.bool_),
             target_logprobs=None if batch.targets is None else np.full(len(batch.tokens), np.nan, np.float32),
+            top_ids=np.zeros((len(batch), top.shape[1]), np.int32) if wants_top else None,
+            top_logprobs=np.full((len(batch), top.shape[1]), np.nan, np.float32) if wants_top else None,
         )
         tokens, logprobs, ok = samples[:, :num_sampled]
         results.tokens[sampled] = tokens
         results.logprobs[sampled] = logprobs.view(np.float32)
         results.ok[sampled] = ok != 0
+        if results.top_ids is not None and results.top_logprobs is not None:
+            results.top_ids[sampled], results.top_logprobs[sampled] = top_ids[:num_sampled], top[:num_sampled]
         if batch.targets is not None and results.target_logprobs is not None:
             wanted = batch.targets >= 0
             results.target_logprobs[wanted] = scored[: int(wanted.sum())]
@@ -182,14 +194,13 @@ class PagedRuntime:
     ) -> None:
         self.model = model
         self.control = control
-        self.params = params
+        self._param_leaves, self._params_structure = jax.tree.flatten(params)
         self.params_revision = 0
         self.run_key = run_key
         self._backend = backend
         self._decode = decode or DecodeDispatch(fused_kernel=f"the {backend} backend has no split-KV")
         self._poison_on_free = poison_on_free
         self._compiles = CompileCounter()
-        self._param_leaves = jax.tree.leaves(params)
         leaves, self._pools_structure = jax.tree.flatten(model.create_pools())
         self._pool_leaves: Sequence[jax.Array] = leaves
         self._scrubber = Scrubber(model.layout.num_pages)
@@ -202,6 +213,9 @@ class PagedRuntime:
         )
         self._num_tokens = self._num_padded = self._num_scrubbed = self._num_copied = 0
         self._rungs: dict[int, int] = {}
+        self._options = OptionTable(
+            max_num_seqs=control.max_num_seqs, max_model_len=control.max_model_len, mesh=model.mesh
+        )
 
     def open(self) -> RequestHandle | None:
         """A row for a request; None when all are taken."""
@@ -249,11 +263,13 @@ class PagedRuntime:
         return StepOutcome(plan, outputs, self._backend, decode)
 
     def _dispatch(self, prepared: PreparedStep) -> StepOutputs:
+        self._options.follow(prepared.plan.slices, self._previous_tokens)
         self._pool_leaves, outputs = self._program(
             self._param_leaves,
             self._pool_leaves,
             prepared.buffer,
             self._previous_tokens,
+            self._options.rows,
             self.run_key,
             prepared.packing,
         )
@@ -271,6 +287,7 @@ class PagedRuntime:
         """
         rungs = self.control.token_ladder.rungs
         self._pool_leaves = self._scrubber.warm_up(self._pool_leaves)
+        self._options.warm_up(self._previous_tokens)
         for done, rung in enumerate(rungs, start=1):
             reservation = self.control.reserve([])
             assert reservation is not None  # an empty step needs no page
@@ -293,9 +310,7 @@ class PagedRuntime:
         Raises:
           ConfigError: they are another model's.
         """
-        if not _same_structure(params, self.params):
-            raise ConfigError("update_params: the new weights are another model's: their tree differs")
-        self.params, self._param_leaves = params, jax.tree.leaves(params)
+        self.params = params
         self.params_revision += 1
         return self.reset_prefix_cache(prefix_namespace)
 
@@ -308,6 +323,19 @@ class PagedRuntime:
     def _poison(self, freed: NDArray[np.int32]) -> None:
         if self._poison_on_free and len(freed):
             self._pool_leaves = self._scrubber.poison(self._pool_leaves, freed)
+
+    @property
+    def params(self) -> Params:
+        """The weights; others of the same structure, shapes and shardings may take their place."""
+        return jax.tree.unflatten(self._params_structure, self._param_leaves)
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        leaves, structure = jax.tree.flatten(params)
+        structures: set[object] = {structure, self._params_structure}
+        if len(structures) > 1:
+            raise ConfigError("these weights are another model's: their tree differs")
+        self._param_leaves = leaves
 
     @property
     def pools(self) -> Pools:
@@ -334,8 +362,3 @@ class PagedRuntime:
             steps_by_rung=dict(sorted(self._rungs.items())),
             compiled=self._compiles.by_function(),
         )
-
-
-def _same_structure(one: Params, other: Params) -> bool:
-    structures: list[object] = [jax.tree.structure(one), jax.tree.structure(other)]
-    return structures[0] == structures[1]
