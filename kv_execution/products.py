@@ -111,7 +111,7 @@ def served(x: jax.Array, kernel: jax.Array, contracted: int, max_rows: int) -> b
 
 
 def dense_product(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
-    """``x [..., *k]`` times ``kernel [*k, *n]`` over the ``contracted`` axes ``*k``, natively: float32 ``[..., *n]``."""
+    """``x [..., *k]`` times ``kernel [*k, *n]`` over the ``contracted`` axes ``*k``, natively: ``[..., *n]``."""
     batch, depth = x.shape[: x.ndim - contracted], kernel.shape[:contracted]
     columns = kernel.shape[contracted:]
     if x.shape[x.ndim - contracted :] != depth:

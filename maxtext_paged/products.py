@@ -98,8 +98,8 @@ def bind_products(model: nnx.Module, choice: ProductChoice) -> BoundProducts:
     reasons = [(path, refusal(layer)) for path, layer in layers]
     others = tuple((path, reason) for path, reason in reasons if reason is not None)
     if choice.required and others:
-        path, reason = others[0]
-        raise UnsupportedError(f"paged_native_products=on: {path} keeps XLA's product, {reason}; auto binds the others")
+        path, why = others[0]
+        raise UnsupportedError(f"paged_native_products=on: {path} keeps XLA's product, {why}; auto binds the others")
     for (_, layer), (_, reason) in zip(layers, reasons, strict=True):
         if reason is None:
             setattr(layer, _ATTRIBUTE, RowsProduct(choice.max_rows, layer.matmul_precision))

@@ -164,7 +164,6 @@ def test_every_dense_layer_of_a_model_is_bound_and_its_parameters_stay_where_the
     ids=str,
 )
 def test_a_model_says_which_products_run_and_why(options: dict[str, Any], line: str) -> None:
-    import re
 
     assert re.fullmatch(line, assemble(make_config(**options)).model.products.describe())
 
