@@ -26,7 +26,7 @@ int64_t num_products() { return g_products.load(); }
 namespace {
 
 // Waking a thread costs about what one core reads in that time; so does a piece's first tile, which nobody fetched.
-constexpr int64_t kPieceBytes = 1 << 18;
+constexpr int64_t kWorthAThread = 1 << 17, kPieceBytes = 1 << 19;
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("maxtext-paged: product: " + what); }
 
@@ -51,7 +51,7 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const int64_t bytes = product.depth * product.columns * (product.weights_are_bfloat16 ? 2 : 4);
   // As many pieces for each thread, so that all finish together.
-  const int64_t wanted = bytes < kPieceBytes ? 1 : (bytes / kPieceBytes + threads - 1) / threads * threads;
+  const int64_t wanted = bytes < kWorthAThread ? 1 : ((bytes - 1) / kPieceBytes / threads + 1) * threads;
   const int64_t piece = (blocks + wanted - 1) / wanted, pieces = (blocks + piece - 1) / piece;
   try {
     parallel_for(pool, pieces, threads, [&](int64_t i) {

@@ -29,8 +29,8 @@ constexpr int kSums = kLanes == 16 ? 24 : 12;
 constexpr int kHeight = kLanes == 16 ? 8 : 4;
 constexpr int kBlock = 32;
 
-// Vectors of columns of a full tile of so many rows.
-constexpr int full_width(int rows) { return std::min(8, kSums / rows); }
+// Vectors of columns of the widest tile of so many rows, from one on.
+constexpr int kWidest[] = {8, kSums / 3, kSums / 3, kSums / 4, kSums / 5, kSums / 6, kSums / 7, kSums / 8};
 
 // The tile's place in the product.
 template <class Element>
@@ -92,27 +92,22 @@ void tile(const Place<Element>& p, int64_t part = 0) {
     }
 }
 
-// A full tile's rows, `fetch` vectors of which it fetches for the next: all, or its share with the rows beside it.
-template <class Element, int kRows, int kWidth>
-PAGED_INLINE void full_tile(const Place<Element>& p, int fetch) {
-  if (fetch >= kWidth) return tile<Element, kRows, kWidth, kWidth>(p);
-  if (fetch >= 2) return tile<Element, kRows, kWidth, std::min(2, kWidth)>(p);
-  if (fetch == 1) return tile<Element, kRows, kWidth, 1>(p);
-  tile<Element, kRows, kWidth, 0>(p);
-}
+// Whether tiles of so many rows fetch for the next at all: a single row leaves the core's own prefetcher enough time.
+constexpr bool fetches(int rows) { return rows > 0; }
 
-// What is left of a panel beside its full tiles: columns [0, count).
-template <class Element, int kRows>
-void narrow_tiles(Place<Element> p, int64_t count) {
-  const auto step = [&](int64_t columns) {
-    p.weights += columns, p.y += columns, count -= columns;
-  };
-  if constexpr (full_width(kRows) > 4)
-    for (; count >= 4 * kLanes; step(4 * kLanes)) tile<Element, kRows, 4, 0>(p);
-  if constexpr (full_width(kRows) > 2)
-    for (; count >= 2 * kLanes; step(2 * kLanes)) tile<Element, kRows, 2, 0>(p);
-  for (; count >= kLanes; step(kLanes)) tile<Element, kRows, 1, 0>(p);
-  if (count) tile<Element, kRows, 1, 0, true>(p, count);
+// A tile of kRows x `width` vectors; `fetch` vectors of the next one are fetched meanwhile: all, or a share where
+// several tiles of rows stand above each other.
+template <class Element, int kRows, int kWidth>
+PAGED_INLINE void tile_of_width(const Place<Element>& p, int width, int fetch) {
+  if constexpr (kWidth > 1)
+    if (width < kWidth) return tile_of_width<Element, kRows, kWidth - 1>(p, width, fetch);
+  if constexpr (!fetches(kRows)) return tile<Element, kRows, kWidth, 0>(p);
+  if (2 * kRows < kHeight || fetch >= kWidth) return tile<Element, kRows, kWidth, kWidth>(p);
+  if constexpr (2 * kRows >= kHeight) {
+    if (fetch >= 2) return tile<Element, kRows, kWidth, std::min(2, kWidth)>(p);
+    if (fetch == 1) return tile<Element, kRows, kWidth, 1>(p);
+    tile<Element, kRows, kWidth, 0>(p);
+  }
 }
 
 // Calls body(integral_constant<rows>) for a number of rows known at run time.
@@ -130,31 +125,28 @@ template <class Element>
 void columns_of(const Product& product, int64_t first, int64_t end) {
   const Element* const weights = static_cast<const Element*>(product.weights);
   const int64_t rows = product.rows, depth = product.depth, columns = product.columns;
-  // Rows are spread evenly over the tiles: 9 are 5 and 4, not 8 and 1.
-  const int64_t tiles = (rows + kHeight - 1) / kHeight, most = (rows + tiles - 1) / tiles;
-  const int width = full_width(int(most));
-  const int64_t step = width * kLanes, full = first + (end - first) / step * step;
+  // Rows are spread evenly over tiles, and vectors of columns too: 9 are 5 and 4, not 8 and 1.
+  const int64_t tiles = (rows + kHeight - 1) / kHeight, vectors = (end - first) / kLanes;
+  const int64_t most = kWidest[(rows + tiles - 1) / tiles - 1], across = (vectors + most - 1) / most;
+  const int64_t full = first + vectors * kLanes;
+  const auto column_of = [&](int64_t i) { return first + i * vectors / across * kLanes; };
   for (int64_t k = 0; k < depth; k += kBlock) {
     const auto place = [&](int64_t row, int64_t column, const Element* ahead) {
       return Place<Element>{product.x + row * depth + k, depth, weights + k * columns + column, columns,
                             product.y + row * columns + column, std::min<int64_t>(kBlock, depth - k), k == 0, ahead};
     };
-    for (int64_t column = first; column < full; column += step) {
-      const bool last = column + step >= full;
-      const Element* const ahead = weights + (last ? (k + kBlock) * columns + first : k * columns + column + step);
-      const bool fetch = !last || k + kBlock < depth;
+    for (int64_t i = 0; i < across; i++) {
+      const int64_t column = column_of(i), width = (column_of(i + 1) - column) / kLanes;
+      // The next tile may be a vector wider or narrower. Behind the last block none is ours: this one's is at hand.
+      const Element* ahead = weights + k * columns + column_of(i + 1);
+      if (i + 1 == across) ahead = weights + (k + kBlock < depth ? k + kBlock : k) * columns + first;
       for (int64_t t = 0, row = 0; t < tiles; t++) {
-        const int64_t height = rows * (t + 1) / tiles - row;
-        const int64_t begin = t * width / tiles, share = fetch ? (t + 1) * width / tiles - begin : 0;
+        const int64_t height = rows * (t + 1) / tiles - row, begin = t * width / tiles;
         with_rows(int(height), [&](auto h) {
           constexpr int kRows = decltype(h)::value;
-          const Place<Element> p = place(row, column, ahead + begin * kLanes);
           // A tile of one row less than the others is as wide as they are.
-          constexpr int kWidth = full_width(kRows), kTaller = full_width(std::min(kRows + 1, kHeight));
-          if (width == kWidth)
-            full_tile<Element, kRows, kWidth>(p, int(share));
-          else if constexpr (2 * kRows >= kHeight)
-            full_tile<Element, kRows, kTaller>(p, int(share));
+          tile_of_width<Element, kRows, kWidest[kRows - 1]>(place(row, column, ahead + begin * kLanes), int(width),
+                                                            int((t + 1) * width / tiles - begin));
         });
         row += height;
       }
@@ -162,7 +154,7 @@ void columns_of(const Product& product, int64_t first, int64_t end) {
     for (int64_t t = 0, row = 0; full < end && t < tiles; t++) {
       const int64_t height = rows * (t + 1) / tiles - row;
       with_rows(int(height), [&](auto h) {
-        narrow_tiles<Element, decltype(h)::value>(place(row, full, nullptr), end - full);
+        tile<Element, decltype(h)::value, 1, 0, true>(place(row, full, nullptr), end - full);
       });
       row += height;
     }
