@@ -248,7 +248,7 @@ def test_some_failed_rows_make_exit_code_1_and_the_summary_counts_what_was_writt
     assert f"{prompt} prompt and {generated} generated tokens in " in rows
     found = re.search(
         r"(\d+) steps, .* at most (\d+) of 64 pages held, (\d+) scrubbed; attention: (\w+) \1 steps; "
-        r"decodes: (\d+) gather; ",
+        r"decodes: (\d+) gather; products: (\d+) native; ",
         loop,
     )
     assert found is not None
