@@ -19,6 +19,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,7 +59,7 @@ def timed_step(session: Any) -> dict[str, float]:
     scheduler.advance(slices)
     scheduler.record_step(slices, results)
     mark()
-    parts = {name: end - start for name, start, end in zip(PARTS, marks, marks[1:], strict=True)}
+    parts = {name: end - start for name, (start, end) in zip(PARTS, pairwise(marks), strict=True)}
     start = time.perf_counter()
     jax.block_until_ready(jax.device_put(prepared.buffer.copy()))
     parts["argument transfer"] = time.perf_counter() - start
