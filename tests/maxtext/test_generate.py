@@ -38,6 +38,10 @@ def idle(engine: OfflineEngine) -> bool:
     return not session.driver.scheduler.has_work and session.control.num_free_pages == session.control.num_pages
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
 def endless() -> Iterator[np.ndarray]:
     while True:
         yield from PROMPTS
@@ -152,6 +156,68 @@ def test_an_end_token_is_in_the_ids_and_not_in_the_text(offline_engine: OfflineE
     assert one.text == "".join(map(chr, whole.token_ids.tolist()[:first]))
 
 
+def test_a_completion_that_cannot_be_decoded_fails_alone_and_keeps_its_ids(
+    offline_engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = type(offline_engine._runner._tokenizer).decode
+
+    def broken(self: Any, ids: Any, **more: Any) -> str:
+        if len(list(ids)) == 3:
+            raise RuntimeError("a fault in the tokenizer")
+        return decode(self, ids, **more)
+
+    monkeypatch.setattr(type(offline_engine._runner._tokenizer), "decode", broken)
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 3, 4)]
+    found = offline_engine.generate(PROMPTS[:3], params)
+    assert [one.error.code if one.error else None for one in found] == [None, "cannot_decode", None]
+    assert found[1].error is not None and found[1].error.status_code == 500
+    assert "RuntimeError: a fault in the tokenizer" in found[1].error.message
+    assert found[1].text is None and len(found[1].token_ids) == len(found[1].logprobs) == 3
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_engine_that_fails_says_so_at_once_and_can_be_used_again(
+    offline_engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    steps, step = 0, offline_engine.worker.step
+
+    def failing() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            raise RuntimeError("the device is gone")
+        step()
+
+    monkeypatch.setattr(offline_engine.worker, "step", failing)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        list(offline_engine.stream(PROMPTS * 3, WHOLE)) if streamed else offline_engine.generate(PROMPTS * 3, WHOLE)
+    monkeypatch.undo()
+    assert idle(offline_engine)
+    assert all(one.ok for one in offline_engine.generate(PROMPTS, WHOLE))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_ten_thousand_rows_with_common_beginnings_are_scored_in_order_at_flat_memory(  # CASES 180
+    offline_engine: OfflineEngine, max_tokens: int
+) -> None:
+    rng = np.random.default_rng(5)
+    begin = rng.integers(3, 255, 8)
+    rows = [np.concatenate([begin, rng.integers(3, 255, 1 + i % 6)]) for i in range(10_000)]
+    offline_engine.batch_inference(rows[:500], max_tokens=max_tokens)
+    before = resident_bytes()
+    outputs = offline_engine.batch_inference(rows, max_tokens=max_tokens)
+    kept = (resident_bytes() - before) / len(rows)
+    print(f"{kept:.0f} bytes a row")
+    assert kept < 8192, "an output is some arrays; nothing of the loop stays"
+    for row, output in zip(rows, outputs, strict=True):
+        assert output.prompt_length == len(row) and len(output.token_ids) == len(row) + max_tokens
+        assert np.array_equal(output.token_ids[: len(row)], row)
+        assert np.isfinite(output.logprobs[1:]).all() and np.isnan(output.logprobs[0])
+    assert idle(offline_engine)
+
+
 # --- stream ------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +311,16 @@ def test_an_id_may_come_again_once_its_prompt_is_done_but_not_before(offline_eng
     for one in offline_engine.stream(again_when_done(), SamplingParams(max_tokens=2)):
         done.append(one)
     assert [one.ok for one in done if one.id == "a"] == [True, True]
+
+
+def test_an_id_may_be_used_again_right_after_it_was_cancelled(offline_engine: OfflineEngine) -> None:  # CASES 175
+    rows = [{"tokens": prompt.tolist(), "id": f"r{i}"} for i, prompt in enumerate(PROMPTS)]
+    alone = tokens(offline_engine.generate(rows, WHOLE))
+    for _ in range(3):
+        stream = offline_engine.stream(rows, WHOLE)
+        next(stream)
+        stream.close()
+        assert tokens(offline_engine.generate(rows, WHOLE)) == alone
 
 
 # --- calls within calls, and threads -------------------------------------------------------------------------
