@@ -271,6 +271,12 @@ def test_neither_torch_nor_jetstream_is_imported_even_where_they_are_installed(m
     assert "maxtext" in mixed.finished.report["packages"]
 
 
+def test_nothing_is_unpickled_and_only_the_renderer_of_templates_is_started(mixed: MixedJob) -> None:
+    seen = mixed.finished.report["seen"]
+    assert [event for event in seen if "template_worker.py" not in event] == []
+    assert len(seen) == 1, "the row with messages"
+
+
 def test_nothing_is_left_on_disk_but_the_output_its_run_file_and_the_compiled_programs(mixed: MixedJob) -> None:
     files = [path.relative_to(mixed.home) for path in mixed.home.rglob("*") if path.is_file()]
     cached = [path for path in files if path.is_relative_to("cache/maxtext-paged/jax")]
