@@ -8,7 +8,7 @@ May import: the standard library, numpy, markupsafe, maxtext_paged.report.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,7 +102,7 @@ def duration_chart(name: str, title: str, unit: str, histogram: DurationHistogra
     Args:
       unit: what is counted.
     """
-    buckets = [(max(low, 1e-5), high, count) for low, high, count in histogram.filled()]
+    buckets = [(low or high / 2, high, count) for low, high, count in histogram.filled()]
     if not buckets:
         return _chart(name, title, "Nothing was recorded.", [_empty()], [])
     first, last = math.log10(buckets[0][0]), math.log10(buckets[-1][1])
@@ -125,7 +125,7 @@ def duration_chart(name: str, title: str, unit: str, histogram: DurationHistogra
                 f"<title>{escape(f'{duration(low)} to {duration(high)}: {count} {unit}')}</title></rect>"
             )
     for share, anchor in ((0.5, "p50"), (0.99, "p99")):
-        x = place(max(histogram.quantile(share), 1e-5))
+        x = place(max(histogram.quantile(share), 1e-7))
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + _PLOT_HEIGHT}"/>')
         side = ("end", -3) if share == 0.5 else ("start", 3)
         parts.append(
@@ -201,10 +201,9 @@ def _time_axis(end: float, scale: float) -> Iterator[str]:
     yield _x_title("time since the first row was drawn")
 
 
-def _log_axis(first: float, last: float, place: object) -> Iterator[str]:
-    assert callable(place)
+def _log_axis(first: float, last: float, place: Callable[[float], float]) -> Iterator[str]:
     decades = range(math.floor(first), math.ceil(last) + 1)
-    mantissas = (1, 2, 5) if last - first < 3 else (1,)
+    mantissas = (1, 1.5, 2, 3, 4, 5, 7) if last - first < 1.2 else (1, 2, 5) if last - first < 3 else (1,)
     for seconds in (mantissa * 10.0**decade for decade in decades for mantissa in mantissas):
         if first <= math.log10(seconds) <= last:
             yield from _x_tick(place(seconds), duration(seconds, short=True))

@@ -13,19 +13,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 _TENTHS = (10, 11, 12, 13, 15, 16, 18, 20, 22, 24, 27, 30, 33, 36, 39, 43, 47, 50, 56, 62, 68, 75, 82, 91)
-_DECADES = range(-4, 6)
+_DECADES = range(-6, 6)
+_COARSE_DECADES = range(-4, 6)
 
 
-def _bounds(tenths: Iterable[int]) -> NDArray[np.float64]:
+def _bounds(tenths: Iterable[int], decades: Iterable[int]) -> NDArray[np.float64]:
     # Written as decimals, so that a bound is the number that its label says.
-    return np.array([float(f"{value}e{decade - 1}") for decade in _DECADES for value in tenths])
+    return np.array([float(f"{value}e{decade - 1}") for decade in decades for value in tenths])
 
 
-BOUNDS = _bounds(_TENTHS)
-"""float64, upper ends of the buckets in seconds, 0.1 ms to 252 h, at most a sixth apart. One more takes the rest."""
+BOUNDS = _bounds(_TENTHS, _DECADES)
+"""float64, upper ends of the buckets in seconds, 1 µs to 252 h, at most a sixth apart. One more takes the rest."""
 
-COARSE_BOUNDS = _bounds((10, 20, 50))
-"""Those of them that a metrics file names."""
+COARSE_BOUNDS = _bounds((10, 20, 50), _COARSE_DECADES)
+"""Those of them that a metrics file names, from 0.1 ms."""
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 

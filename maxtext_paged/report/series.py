@@ -93,7 +93,7 @@ class TimeSeries:
 
     def starts(self) -> Float64:
         """Where each span begins, in seconds."""
-        return np.arange(self.num_spans) * self.width
+        return np.arange(self.num_spans, dtype=np.float64) * self.width
 
     def lengths(self) -> Float64:
         """Seconds of each span; the last one has only begun."""
