@@ -172,7 +172,11 @@ class Watching:
 
     def _all_facts(self) -> dict[str, Mapping[str, str]]:
         command = shlex.join([PROGRAM, *(without_secrets(word) for word in self.arguments.words)])
-        about = {"command": command, "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable"}
+        about = {
+            "command": command,
+            PROGRAM: self._labels()["version"],
+            "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable",
+        }
         about |= {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         parts = {part: _flat(values) for part, values in self.run.items()}
         configuration = parts.pop("configuration", {})

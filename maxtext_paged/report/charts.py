@@ -19,7 +19,7 @@ from maxtext_paged.report.histogram import DurationHistogram
 from maxtext_paged.report.words import amount, duration
 
 WIDTH, HEIGHT = 640, 220
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 64, 26, 12, 40
 _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 _TIME_STEPS = (
     0.1,
@@ -202,12 +202,27 @@ def _time_axis(end: float, scale: float) -> Iterator[str]:
 
 
 def _log_axis(first: float, last: float, place: Callable[[float], float]) -> Iterator[str]:
-    decades = range(math.floor(first), math.ceil(last) + 1)
-    mantissas = (1, 1.5, 2, 3, 4, 5, 7) if last - first < 1.2 else (1, 2, 5) if last - first < 3 else (1,)
-    for seconds in (mantissa * 10.0**decade for decade in decades for mantissa in mantissas):
+    for seconds in _log_ticks(last - first):
         if first <= math.log10(seconds) <= last:
             yield from _x_tick(place(seconds), duration(seconds, short=True))
     yield _x_title("duration, logarithmic")
+
+
+def _log_ticks(decades: float) -> Iterator[float]:
+    """Round durations, as many as an axis over so many decades has room for."""
+    mantissas = (1, 1.5, 2, 3, 4, 5, 7) if decades < 1.2 else (1, 2, 5) if decades < 3 else (1,)
+    short = (mantissa * 10.0**decade for decade in range(-7, 2) for mantissa in mantissas)
+    yield from (seconds for seconds in short if seconds < 60)
+    minutes = (1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30, 45) if decades < 1.2 else (1, 3, 10, 30) if decades < 3 else (1, 10)
+    yield from (60.0 * value for value in minutes)
+    hours = (
+        (1, 1.5, 2, 3, 5, 7, 10, 20, 50, 100, 200)
+        if decades < 1.2
+        else (1, 3, 10, 30, 100)
+        if decades < 3
+        else (1, 10, 100)
+    )
+    yield from (3600.0 * value for value in hours)
 
 
 def _x_tick(x: float, label: str) -> Iterator[str]:

@@ -145,12 +145,12 @@ class RowClocks:
     def _first_run(self, clock: RowClock, began: float) -> None:
         if clock.first_run is None:
             clock.first_run = began
-            self.queue.add(began - clock.submitted)
+            self.queue.add_one(began - clock.submitted)
 
     def _first_token(self, clock: RowClock, ended: float) -> None:
         if clock.first_token is None:
             clock.first_token = ended
-            self.ttft.add(ended - clock.submitted)
+            self.ttft.add_one(ended - clock.submitted)
 
     def _grow(self) -> None:
         before, size = len(self._seen), max(2 * len(self._seen), 64)

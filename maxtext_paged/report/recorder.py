@@ -142,7 +142,7 @@ class Recorder:
         now = self._ended = self._clock()
         before, self._before = self._before, view
         if before is None or view.steps > before.steps:
-            self.step.add(now - self._began)
+            self.step.add_one(now - self._began)
         self.clocks.step(view.request_ids, view.num_generated, began=self._began, ended=now)
         self.series.add(
             self._looked_at - self._started,
@@ -176,7 +176,7 @@ class Recorder:
             counts.prompt_tokens += usage.prompt_tokens
             counts.generated_tokens += usage.completion_tokens
             if latency is not None:
-                self.latency.add(latency)
+                self.latency.add_one(latency)
         else:
             counts.failed += 1
             known = failure.code in counts.failures or len(counts.failures) < MAX_FAILURE_CODES
