@@ -97,9 +97,9 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
             code = _complete(counts, output)
         elif output.keeps_runs:
             say("the same command with --resume runs the rest")
+    watching.finish(code, job.stopped, resumable=output.keeps_runs)
     for line in job.counts.summary():
         say(line)
-    watching.finish(code, job.stopped, resumable=output.keeps_runs)
     return code
 
 

@@ -118,7 +118,6 @@ class RowClocks:
         elif new > 0:
             self._first_token(clock, ended)
         self._free.append(slot)
-        self._running = _Running()
         clock.num_left -= 1
         if not clock.num_left:
             clock.ended = ended

@@ -43,9 +43,10 @@ def test_counts_sums_and_extremes_are_those_of_the_values(histogram: DurationHis
 
 def test_a_coarse_bucket_counts_the_values_up_to_its_end_that_end_included(values: np.ndarray) -> None:
     histogram = DurationHistogram()
-    with_ends = np.concatenate([values, COARSE_BOUNDS, [1e9]])
-    histogram.add(with_ends[: len(values)])
-    for value in with_ends[len(values) :].tolist():
+    with_ends = np.concatenate([values, COARSE_BOUNDS, COARSE_BOUNDS, [1e9]])
+    together = len(values) + len(COARSE_BOUNDS)
+    histogram.add(with_ends[:together])
+    for value in with_ends[together:].tolist():
         histogram.add_one(value)
     for end, count in histogram.cumulative():
         assert count == int((with_ends <= end).sum()), end

@@ -100,6 +100,21 @@ def test_a_preempted_row_keeps_its_clock_and_its_gap_is_as_long_as_it_was_away()
     assert times(clocks.itl) == (3, 1.0 + 1.0 + 8.0, 1.0, 8.0)
 
 
+def test_a_step_that_brings_one_row_a_token_is_none_of_another_rows_moments() -> None:
+    told = Told()
+    told.submit(100.0, 0, 1)
+    told.submit(100.0, 1, 2)
+    told.step(100.0, 101.0, {1: 1, 2: 0})  # 2 is still at its prompt
+    told.step(101.0, 102.0, {1: 2, 2: 0})
+    told.step(102.0, 103.0, {1: 3, 2: 1})
+    assert times(told.recorder.clocks.ttft) == (2, 1.0 + 3.0, 1.0, 3.0)
+    told.step(103.0, 104.0, {1: 4})  # 2 was sent back, and is computed again in two steps
+    told.step(104.0, 105.0, {1: 5, 2: 1})
+    told.step(105.0, 106.0, {1: 6, 2: 1})
+    told.step(106.0, 107.0, {1: 7, 2: 2})
+    assert times(told.recorder.clocks.itl) == (7, 6 * 1.0 + 4.0, 1.0, 4.0)
+
+
 def test_samples_are_one_row_and_as_many_streams() -> None:
     told = Told()
     told.submit(100.0, 0, 1, 2)
