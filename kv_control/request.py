@@ -158,6 +158,11 @@ class Request:
         return len(self.prompt)
 
     @property
+    def ran(self) -> bool:
+        """Whether any step ran a token of it."""
+        return bool(self._num_seen if self._table is None else self._table.num_seen[self._row])
+
+    @property
     def num_generated(self) -> int:
         """Tokens generated so far, before and after any preemption."""
         return self.num_tokens - len(self.prompt)

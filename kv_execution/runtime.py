@@ -146,6 +146,7 @@ class RuntimeMetrics:
       num_scrubbed_pages: recycled pages overwritten before reuse. num_copied_pages: pages copied for a group's samples.
       steps_by_backend: attention backend to the steps it ran.
       decodes_by_kind: ``"fused"`` or ``"gather"`` to the launches of decode rows, one per step and attention window.
+      decodes_by_cause: the same launches by (kind, what decided it).
       num_plans_built: plans that fused launches needed; the others reused the last one.
       steps_by_rung: token rung to steps.
       compiled: jitted function to programs obtained in this process since the runtime was made.
@@ -159,6 +160,7 @@ class RuntimeMetrics:
     num_copied_pages: int
     steps_by_backend: dict[str, int]
     decodes_by_kind: dict[str, int]
+    decodes_by_cause: dict[tuple[str, str], int]
     num_plans_built: int
     steps_by_rung: dict[int, int]
     compiled: dict[str, int]
@@ -358,6 +360,7 @@ class PagedRuntime:
             num_copied_pages=self._num_copied,
             steps_by_backend={self._backend: steps} if steps else {},
             decodes_by_kind=dict(sorted(self._decode.counts.items())),
+            decodes_by_cause=dict(sorted(self._decode.causes.items())),
             num_plans_built=self._decode.num_plans_built,
             steps_by_rung=dict(sorted(self._rungs.items())),
             compiled=self._compiles.by_function(),

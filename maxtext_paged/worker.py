@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,6 +50,19 @@ class _Call:
 
     mine: dict[RequestId, _Samples] = field(default_factory=dict)
     cancelled: set[Hashable] = field(default_factory=set)
+
+
+class RowWatch(Protocol):
+    """Is told when rows enter and leave the queue, and when a step begins (``report.Recorder`` is one)."""
+
+    def submitted(self, index: int, request_ids: Iterable[int]) -> None:
+        """Row ``index`` entered the queue with these requests, one for each sample."""
+
+    def step_begins(self) -> None:
+        """A step is about to begin."""
+
+    def ended(self, request_id: int, num_generated: int, *, ran: bool) -> None:
+        """A request ended in the last step; ``ran``: whether any step ran it."""
 
 
 class PagedInferenceWorker:
@@ -126,7 +139,10 @@ class PagedInferenceWorker:
         return sorted(self.complete(rows, on_step), key=lambda result: result.row.index)
 
     def complete(
-        self, rows: Iterable[Row | RowResult], on_step: Callable[[PagedInferenceWorker], None] | None = None
+        self,
+        rows: Iterable[Row | RowResult],
+        on_step: Callable[[PagedInferenceWorker], None] | None = None,
+        watch: RowWatch | None = None,
     ) -> Generator[RowResult, None, None]:
         """Yield exactly one result per row, in completion order; rows are drawn as there is room for them.
 
@@ -136,6 +152,7 @@ class PagedInferenceWorker:
         Args:
           rows: a ``RowResult`` among them is handed through: what was refused before it came here keeps its turn.
           on_step: called after every step, for progress.
+          watch: is told of rows, to time them.
         """
         driver = self.session.driver
         waiting = iter(rows)
@@ -167,18 +184,24 @@ class PagedInferenceWorker:
                     for request in samples.requests:
                         mine[request.id] = samples
                         self._awaited.add(request.id)
+                    if watch is not None:
+                        watch.submitted(row.index, [request.id for request in samples.requests])
                 if not mine:
                     break
                 if isinstance(rows, PrefixOrderedRows):
                     rows.read_ahead()
+                if watch is not None:
+                    watch.step_begins()
                 self.step()
                 if on_step is not None:
                     on_step(self)
                 # By id, and only this call's own: several iterators may share one engine.
                 for request_id in [request_id for request_id in mine if request_id in self._finished]:
                     self._awaited.discard(request_id)
-                    del self._finished[request_id]
+                    request = self._finished.pop(request_id)
                     samples = mine.pop(request_id)
+                    if watch is not None:
+                        watch.ended(request_id, request.num_generated, ran=request.ran)
                     if not any(request.id in mine for request in samples.requests):
                         texts = {request_id: watch.text for request_id, watch in samples.watches.items()}
                         yield RowResult.of_samples(samples.row, samples.requests, texts)

@@ -54,6 +54,16 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
+    return value
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"{message} (see `{self.prog} --help`)")
@@ -117,6 +127,32 @@ where the output's name ends in .parquet, written (docs/files.md).
         "--resume-anyway", action="store_true", help="as --resume, also where model, options or input have changed"
     )
     generate.add_argument("--no-progress", action="store_true", help="say nothing while running")
+    generate.add_argument(
+        "--progress-interval",
+        type=_seconds,
+        metavar="SECONDS",
+        help="time between lines of progress where stderr is not a terminal (60)",
+    )
+    generate.add_argument(
+        "--metrics-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="keep the job's figures in FILE as JSON, or as Prometheus text where it ends in .prom; may be repeated",
+    )
+    generate.add_argument(
+        "--metrics-format", choices=("json", "prometheus"), help="of every --metrics-file, whatever its name"
+    )
+    generate.add_argument(
+        "--metrics-interval",
+        type=_seconds,
+        default=15.0,
+        metavar="SECONDS",
+        help="time between two writings of it (15)",
+    )
+    generate.add_argument(
+        "--report", metavar="FILE.html", help="write a page about the job: charts, slow and failed rows"
+    )
 
     convert = commands.add_parser(
         "convert",
@@ -167,6 +203,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if extra:
         arguments.overrides += extra
+    arguments.words = list(sys.argv[1:] if argv is None else argv)
     if arguments.command is None and not arguments.version:
         parser.error("which COMMAND? generate, convert, doctor or plan")
     return arguments

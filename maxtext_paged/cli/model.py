@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,12 +44,14 @@ class Model:
       tokenizer: its text form. intake: makes rows of lines.
       identity: what of it decides the results, as a run's fingerprint has it.
       start: loads the weights and allocates the pool; a CommandError where that fails.
+      facts: heading to name to value of what it runs on, for the report.
     """
 
     tokenizer: Tokenizer
     intake: Intake
     identity: Fingerprint
     start: Callable[[], Engine]
+    facts: Callable[[], Mapping[str, Mapping[str, str]]] = dict
 
 
 def open_model(path: str, overrides: Sequence[str]) -> Model:
@@ -81,7 +83,22 @@ def open_model(path: str, overrides: Sequence[str]) -> Model:
             "tokenizer": {"files": files_digest(config.tokenizer_path)},
         },
         lambda: _start(assembly, tokenizer),
+        lambda: _facts(assembly),
     )
+
+
+def _facts(assembly: Any) -> dict[str, dict[str, str]]:
+    from maxtext_paged.cli.doctor import assembly_facts, machine_facts
+
+    return {"Machine": _by_name(machine_facts()), "Model and pool": _by_name(assembly_facts(assembly))}
+
+
+def _by_name(facts: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Name to value; values of one name together."""
+    found: dict[str, str] = {}
+    for name, value in facts:
+        found[name] = f"{found[name]}; {value}" if name in found else value
+    return found
 
 
 def _start(assembly: Any, tokenizer: Any) -> Engine:

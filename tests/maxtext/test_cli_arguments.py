@@ -15,7 +15,7 @@ from maxtext_paged.cli import CommandError, ExitCode, parse
 from maxtext_paged.cli import convert as convert_command
 from maxtext_paged.cli.files import check_paths, open_input
 from maxtext_paged.cli.output import claim_output
-from maxtext_paged.cli.progress import JobCounts
+from maxtext_paged.report.counts import JobCounts
 
 ROOT = Path(__file__).parents[2]
 ROW = '{"prompt": "x"}\n'

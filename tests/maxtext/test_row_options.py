@@ -54,16 +54,25 @@ def session() -> Any:
     driver.runtime.params = driver.runtime.params + np.float32(3.5)
     options = SimpleNamespace(paged_file_order="auto")
     control = driver.runtime.control
-    return SimpleNamespace(driver=driver, control=control, runtime=driver.runtime, max_num_seqs=4, options=options)
+    return SimpleNamespace(
+        driver=driver,
+        control=control,
+        runtime=driver.runtime,
+        max_num_seqs=4,
+        options=options,
+        num_native_products=lambda: 0,
+    )
 
 
 def run_file(session: Any, *rows: Any, parquet: bool = False) -> list[dict[str, Any]]:
     """The records of a file of these rows, in order."""
     from maxtext_paged.cli.generate import Job
     from maxtext_paged.cli.interruption import Interruption
-    from maxtext_paged.cli.progress import JobCounts, JobProgress
+    from maxtext_paged.cli.progress import JobProgress
     from maxtext_paged.formats.sources import open_source
     from maxtext_paged.intake import Intake
+    from maxtext_paged.report.counts import JobCounts
+    from maxtext_paged.report.recorder import Recorder
     from maxtext_paged.worker import PagedInferenceWorker
 
     tokenizer: Any = NumberTokenizer()
@@ -77,7 +86,7 @@ def run_file(session: Any, *rows: Any, parquet: bool = False) -> list[dict[str, 
             session=session,
             tokenizer=tokenizer,
             intake=Intake(tokenizer, GREEDY, vocab_size=VOCAB, max_model_len=64),
-            counts=JobCounts(total=len(rows)),
+            recorder=Recorder(JobCounts(total=len(rows))),
             output=output,
             interruption=interruption,
             progress=JobProgress(len(rows), io.StringIO()),
