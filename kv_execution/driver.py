@@ -153,6 +153,17 @@ class PagedDriver:
             check_invariants(self.runtime.control, self.scheduler)
         return self.pop_finished()
 
+    def settle(self) -> list[Request]:
+        """Read the step in flight, if there is one, and dispatch none: what was computed is counted.
+
+        Returns:
+          The requests that ended since the last call.
+        """
+        before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self._read(before)
+        return self.pop_finished()
+
     def _dispatch(self, slices: StepBatch, before: StepOutcome | None) -> StepOutcome | None:
         """Start a step, behind the one in flight; None when the pool has no room for it."""
         prepared = self.runtime.prepare_step(slices)

@@ -236,11 +236,16 @@ class PagedInferenceWorker:
 
     def step(self) -> None:
         """Run one step of the shared loop; what it finished waits for the iterator it belongs to, if it has one."""
-        driver = self.session.driver
-        ended = driver.step()
+        self._take(self.session.driver.step())
+
+    def settle(self) -> None:
+        """Read the step that is in flight, as if nothing were to follow it."""
+        self._take(self.session.driver.settle())
+
+    def _take(self, ended: list[Request]) -> None:
         if self._watches:
             self._look_for_stops()
-            ended += driver.pop_finished()
+            ended = ended + self.session.driver.pop_finished()
         self._collect(ended)
 
     def _look_for_stops(self) -> None:

@@ -104,6 +104,9 @@ class FakeWorker:
     def stop_drawing(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def cancel(self, request_id: int) -> None:
         for running in self.scheduler.running:
             running.cancelled |= running.id == request_id

@@ -209,8 +209,10 @@ class Job:
 
     def _after_step(self, worker: PagedInferenceWorker) -> None:
         if self._interruption.asked is not None:
-            # What this step finished still comes out of the worker; the rest ends here, without a record.
+            # What this step finished, and the one dispatched behind it, still comes out of the worker; the rest ends
+            # here, without a record.
             worker.stop_drawing()
+            worker.settle()
             driver = self._session.driver
             for request in (*driver.scheduler.running, *driver.scheduler.waiting):
                 driver.cancel(request.id)

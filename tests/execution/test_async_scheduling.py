@@ -138,3 +138,17 @@ def test_steps_of_others_between_two_of_the_loop_do_not_change_what_it_feeds() -
         runtime.run_step(prepared)
         position += 1
     assert request.tokens[3:].tolist() == completion(prompt, 6)
+
+
+def test_settling_reads_what_is_in_flight_and_the_loop_goes_on_from_there() -> None:
+    prompt = np.array([4, 9, 2])
+    driver = make_driver(num_pages=16)
+    request = Request(RequestId(1), prompt, max_tokens=6)
+    driver.submit(request)
+    driver.step()
+    assert (request.num_generated, driver.settle(), request.num_generated) == (0, [], 1)
+    while not request.finished:
+        driver.step()
+        driver.settle()
+    assert request.tokens[3:].tolist() == completion(prompt, 6)
+    assert driver.settle() == []
