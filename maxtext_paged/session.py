@@ -251,7 +251,14 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         forced=native_switch(options) == 1,
         plans=SplitPlanCache(native_threads(), layout.tokens_per_page),
     )
-    model = MaxTextPagedModel(config, mesh, layout=layout, head_axes=geometry.head_axes, backend=backend.backend)
+    model = MaxTextPagedModel(
+        config,
+        mesh,
+        layout=layout,
+        head_axes=geometry.head_axes,
+        backend=backend.backend,
+        model=geometry.model,
+    )
     return PagedAssembly(config, options, model, backend, decode, pool, max_num_seqs)
 
 

@@ -163,7 +163,12 @@ class PagedModels:
             # A caller may be tracing: what the model keeps must be arrays, not that trace's values.
             with jax.ensure_compile_time_eval():
                 self._bound[layout] = MaxTextPagedModel(
-                    self.config, self.mesh, layout=layout, head_axes=self._geometry.head_axes, backend=backend
+                    self.config,
+                    self.mesh,
+                    layout=layout,
+                    head_axes=self._geometry.head_axes,
+                    backend=backend,
+                    model=self._geometry.model,
                 )
         return self._bound[layout]
 
