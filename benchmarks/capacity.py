@@ -78,7 +78,7 @@ def at_length(session: Any, context: int, new: int) -> AtLength:
     def look(session: Any, requests: Sequence[Any]) -> None:
         live = [request for request in requests if request.handle is not None]
         held = layout.num_pages - session.control.num_free_pages
-        needed = sum(-(-request.num_tokens // size) for request in live)
+        needed = sum(-(-(request.num_tokens + 1) // size) for request in live)  # one may be under way, not read yet
         for name, value in (
             ("decoding", sum(request.num_generated > 0 for request in live)),
             ("running", len(live)),

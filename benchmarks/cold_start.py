@@ -75,6 +75,8 @@ def start_once(command: Sequence[str], prompt: dict[str, Any], environ: dict[str
     process.stdout.read()
     status = process.wait()
     listener.join()
+    process.stdout.close()
+    process.stderr.close()
     record = json.loads(line) if line.strip() else {}
     if status or not record.get("token_ids"):
         raise WrongPath(f"{' '.join(command)} left with status {status}: {record or spans[-3:]}")

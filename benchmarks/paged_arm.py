@@ -159,7 +159,7 @@ def watch_pages(session: PagedSession, prompts: Sequence[Sequence[int]], limits:
         # fragmentation: slots of pages that requests read over tokens written; so its slots are known, and its tokens
         read = used - pages.num_evictable_pages
         live = read * size / pages.fragmentation
-        needed = sum(-(-request.num_tokens // size) for request in requests if request.handle is not None)
+        needed = sum(-(-(request.num_tokens + 1) // size) for request in requests if request.handle is not None)
         seen.append((read * size, live, running, read - needed))
 
     run_requests(session, prompts, limits, on_step=look)

@@ -274,6 +274,7 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         head_axes=geometry.head_axes,
         backend=backend.backend,
         products=products_of(options, config, mesh),
+        model=geometry.model,
     )
     return PagedAssembly(config, options, model, backend, decode, pool, max_num_seqs)
 

@@ -169,6 +169,7 @@ class PagedModels:
                     head_axes=self._geometry.head_axes,
                     backend=backend,
                     products=products_of(self.options, self.config, self.mesh),
+                    model=self._geometry.model,
                 )
         return self._bound[layout]
 

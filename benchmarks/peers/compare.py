@@ -160,6 +160,10 @@ class Arm:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
 
 
 def measure(arm: Arm, tests: Sequence[str], trace: Sequence[Asked]) -> dict[str, float]:
@@ -226,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="show what the engines write")
     parser.add_argument("--json", type=Path, help="write the record here")
     options, failures = parser.parse_args(arguments), Failures("benchmarks.peers.compare")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines end with this program
     trace, tests = read_trace(options.trace, options.requests), options.tests.split(",")
     arms: dict[str, Arm] = {}
     values: dict[str, dict[str, list[float]]] = {}

@@ -69,20 +69,23 @@ def serve(make: Callable[[argparse.Namespace], Engine], doc: str | None, *add: t
 
 def peak_memory_mib() -> float:
     """Most memory of this process, and of its children where an engine has some."""
-    total, parents = 0.0, {os.getpid()}
-    for _ in range(3):  # children of children
-        for status in Path("/proc").glob("[0-9]*/status"):
-            try:
-                text = status.read_text()
-            except OSError:
-                continue
-            parent = re.search(r"PPid:\s*(\d+)", text)
-            if parent and int(parent[1]) in parents:
-                parents.add(int(status.parent.name))
-    for process in parents:
+    parents: dict[int, int] = {}
+    peaks: dict[int, float] = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
         try:
-            found = re.search(r"VmHWM:\s*(\d+)", Path(f"/proc/{process}/status").read_text())
-        except OSError:
+            text = status.read_text()
+        except OSError:  # it ended meanwhile
             continue
-        total += int(found[1]) / 1024 if found else 0
-    return total
+        process, parent = int(status.parent.name), re.search(r"PPid:\s*(\d+)", text)
+        peak = re.search(r"VmHWM:\s*(\d+)", text)
+        parents[process] = int(parent[1]) if parent else 0
+        peaks[process] = int(peak[1]) / 1024 if peak else 0.0
+
+    def is_ours(process: int) -> bool:
+        while process in parents:
+            if process == os.getpid():
+                return True
+            process = parents[process]
+        return False
+
+    return sum(peak for process, peak in peaks.items() if is_ours(process))
