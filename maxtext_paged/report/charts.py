@@ -21,6 +21,7 @@ from maxtext_paged.report.words import amount, duration
 WIDTH, HEIGHT = 640, 220
 LEFT, RIGHT, TOP, BOTTOM = 64, 26, 12, 40
 _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+_TICK_WIDTH = 42  # a label and some room
 _TIME_STEPS = (
     0.1,
     0.2,
@@ -202,9 +203,11 @@ def _time_axis(end: float, scale: float) -> Iterator[str]:
 
 
 def _log_axis(first: float, last: float, place: Callable[[float], float]) -> Iterator[str]:
+    shown_at = -math.inf
     for seconds in _log_ticks(last - first):
-        if first <= math.log10(seconds) <= last:
-            yield from _x_tick(place(seconds), duration(seconds, short=True))
+        if first <= math.log10(seconds) <= last and place(seconds) - shown_at >= _TICK_WIDTH:
+            shown_at = place(seconds)
+            yield from _x_tick(shown_at, duration(seconds, short=True))
     yield _x_title("duration, logarithmic")
 
 

@@ -79,11 +79,11 @@ class JobCounts:
 
     @property
     def eta_seconds(self) -> float | None:
-        """What the rows without a record take at this run's rows a second; None before the first has ended."""
+        """What the rows without a record take at this run's rows a second; None before one of them was answered."""
         ended, left = self.ok + self.failed, self.total - self.done
         if left <= 0:
             return 0.0 if self.total else None
-        return left * self.seconds / ended if ended and self.seconds else None
+        return left * self.seconds / ended if self.ok and self.seconds else None
 
     def state(self) -> str:
         """The running counts in one line, without the rows."""

@@ -159,7 +159,7 @@ FIGURES: tuple[Figure, ...] = (
         "eta_seconds",
         "eta_seconds",
         "seconds",
-        "What the missing rows take at this run's rows a second; absent until a row has ended.",
+        "What the missing rows take at this run's rows a second; absent until a row was answered.",
         lambda c: c.eta_seconds,
     ),
     _run(

@@ -52,9 +52,7 @@ class ShownFile:
         self._written_at = self._clock()
         try:
             replace_whole(self.path, self._render(), sync=last)
-        except (
-            Exception
-        ) as error:  # a full disk, a directory that is gone: whatever it is, the job's results are not it
+        except Exception as error:  # whatever it is, the job's results must not suffer from it
             if last or not self._failed:
                 why = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
                 after = "records and exit code are not affected" if last else "the job goes on, and it is tried again"

@@ -240,6 +240,8 @@ def test_codes_that_nobody_foresaw_are_counted_together() -> None:
 def test_the_time_that_is_left_follows_from_the_rows_of_this_run() -> None:
     counts = JobCounts(total=100, earlier=40)
     assert counts.eta_seconds is None
+    counts.failed, counts.seconds = 2, 0.1  # faulty rows at the file's head take no time: they say nothing
+    assert counts.eta_seconds is None
     counts.ok, counts.failed, counts.seconds = 18, 2, 30.0
     assert counts.eta_seconds == 60.0
     assert counts.state().endswith("ETA 0:01:00")
