@@ -45,7 +45,7 @@ ENDS = "{% endfor %}" * 3
         (LOOP + "{{ i }}" + ENDS, f"{TIME}|{MEMORY}"),
         ("{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}", "recurses too deeply"),
         ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", TIME),
-        ("{{ 7 ** (7 ** 9) }}", f"{TIME}|{MEMORY}|4300 digits"),
+        ("{{ (7 * messages | length) ** 40353607 }}", f"{TIME}|{MEMORY}|4300 digits"),
         ("{{ 'a' * 10**9 }}", MEMORY),
         ("{{ [0] * 10**9 }}", MEMORY),
         ("{{ range(10**9) | list }}", "Range too big"),
@@ -113,8 +113,9 @@ def test_a_message_is_data_whatever_it_says(renderer: TemplateRenderer) -> None:
         "{% if x %}" * 3000 + "{% endif %}" * 3000,
         "{{ x" + "['a']" * 100_000 + " }}",
         "x" * (MAX_SOURCE_CHARACTERS + 1),
+        "{{ 7 ** (7 ** 9) }}",
     ],
-    ids=["syntax", "parentheses", "blocks", "subscripts", "long"],
+    ids=["syntax", "parentheses", "blocks", "subscripts", "long", "constant"],
 )
 def test_what_cannot_be_compiled_is_refused_at_the_start(renderer: TemplateRenderer, source: str) -> None:
     started = time.monotonic()
