@@ -178,16 +178,20 @@ def test_threads_get_their_own_texts(renderer: TemplateRenderer) -> None:
 
 def test_a_fork_has_a_renderer_of_its_own(renderer: TemplateRenderer) -> None:
     assert renderer.render(GOOD, {"messages": CHAT}) == "hello"
+    assert renderer._child is not None
+    parents = renderer._child.pid
     child = os.fork()
     if not child:
         try:
-            same = renderer.render(GOOD, {"messages": [{"content": "child"}]}) == "child"
+            own = renderer.render(GOOD, {"messages": [{"content": "child"}]}) == "child"
+            own = own and renderer._child.pid != parents
         except BaseException:
-            same = False
+            own = False
         renderer.close()
-        os._exit(0 if same else 1)
+        os._exit(0 if own else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert renderer.render(GOOD, {"messages": CHAT}) == "hello"
+    assert renderer._child.pid == parents, "the fork left it alone"
 
 
 def test_messages_that_are_no_plain_data_fail_their_row(renderer: TemplateRenderer) -> None:
