@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -62,6 +62,10 @@ class TemplateRenderer:
         self._owner = -1
         self._known: set[str] = set()
         self._unread = b""
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # half made, or late in the interpreter's life
+            self._end()
 
     def check(self, source: str) -> None:
         """Compile it only.
@@ -141,7 +145,7 @@ class TemplateRenderer:
         assert self._child.stdin is not None and self._child.stdout is not None
         os.set_blocking(self._child.stdin.fileno(), False)
         try:
-            ready = self._line(time.monotonic() + self.limits.wall_seconds)
+            ready = self._line(_Patience(self.limits.wall_seconds))
         except BaseException:
             self._end()
             raise
@@ -153,17 +157,16 @@ class TemplateRenderer:
         """Send a request and wait for its answer."""
         child = self._child
         assert child is not None and child.stdin is not None
-        deadline, left = time.monotonic() + self.limits.wall_seconds, memoryview(line)
+        requests = child.stdin.fileno()
+        patience, left = _Patience(self.limits.wall_seconds), memoryview(line)
         with suppress(BrokenPipeError):
-            while left:
-                if not select.select([], [child.stdin], [], max(0, deadline - time.monotonic()))[1]:
-                    break
-                left = left[os.write(child.stdin.fileno(), left) :]
-        answer = self._line(deadline)
+            while left and patience.until(lambda wait: select.select([], [requests], [], wait)[1]):
+                left = left[os.write(requests, left) :]
+        answer = self._line(patience)
         if answer is not None:
             found: dict[str, Any] = json.loads(answer)
             return found
-        ended = child.poll() if time.monotonic() > deadline else child.wait(self.limits.wall_seconds)
+        ended = child.wait() if patience.left else child.poll()
         self._end()
         if ended is None:
             raise RequestError(f"it took more than {self.limits.wall_seconds:g} s")
@@ -173,15 +176,16 @@ class TemplateRenderer:
             f"it ended the process that renders templates (exit code {ended}): too much memory, or nesting"
         )
 
-    def _line(self, deadline: float) -> bytes | None:
-        """The next line of the child; None where there is none before it ends, or before the deadline."""
+    def _line(self, patience: _Patience) -> bytes | None:
+        """The next line of the child; None where there is none before it ends, or before patience does."""
         child = self._child
         assert child is not None and child.stdout is not None
+        answers = child.stdout.fileno()
         pieces = [self._unread]
         while b"\n" not in pieces[-1]:
-            if not select.select([child.stdout], [], [], max(0, deadline - time.monotonic()))[0]:
+            if not patience.until(lambda wait: select.select([answers], [], [], wait)[0]):
                 return None
-            piece = os.read(child.stdout.fileno(), 2**20)
+            piece = os.read(answers, 2**20)
             if not piece:
                 return None
             pieces.append(piece)
@@ -200,6 +204,23 @@ class TemplateRenderer:
                 with suppress(OSError):
                     pipe.close()
 
+
+class _Patience:
+    """Time to wait, counted in short waits: a process that is stopped, or a machine that sleeps, does not lose it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left = max(1, round(seconds / _WAIT_SECONDS))
+
+    def until(self, ready: Callable[[float], object]) -> bool:
+        """Wait until it is ready; False when there is no patience left."""
+        while self.left:
+            if ready(_WAIT_SECONDS):
+                return True
+            self.left -= 1
+        return False
+
+
+_WAIT_SECONDS = 0.1
 
 _SHARED = TemplateRenderer()
 atexit.register(_SHARED.close)

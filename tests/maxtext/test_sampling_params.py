@@ -78,6 +78,7 @@ def test_it_does_not_change_and_equal_ones_are_equal() -> None:
         params.max_tokens = 4  # type: ignore[misc]
     stops.append(7)
     assert params == SamplingParams(max_tokens=3, stop_token_ids=(5, 6))
+    assert isinstance(params.stop_token_ids, tuple) and len({params, SamplingParams(max_tokens=3)}) == 2
     assert params.options() == {"max_tokens": 3, "stop_token_ids": [5, 6]}
     assert SamplingParams().options() == {}
 
