@@ -1,7 +1,7 @@
 """What runs next: admission, chunking, preemption, and the end of every request.
 
 For:        deciding ``{request: num_tokens}`` for one step after another under a token budget.
-Not for:    pages of a step (control_plane), running it (kv_execution) or choosing tokens.
+Not for:    pages of a step (control_plane), what a step brought (step_accounts), running it (kv_execution).
 May import: the standard library, numpy, kv_common.
 """
 
@@ -17,16 +17,14 @@ from numpy.typing import NDArray
 from kv_common.errors import ConfigError, InvariantError, RequestError, RequestTooLarge, SchedulerStalled
 from kv_control.admission import Admission, Shared
 from kv_control.control_plane import ControlPlane
-from kv_control.logit_options import Alternatives, step_options
+from kv_control.logit_options import step_options
 from kv_control.plan import Int64, RequestHandle, RequestId, RequestSlice, Scheduled, StepBatch, StepResults
 from kv_control.request import FinishReason, Request, RequestStatus
 from kv_control.request_table import RequestTable
+from kv_control.step_accounts import StepAccounts
 
 MAX_IDLE_SCHEDULES = 3
 """Empty decisions in a row, with work, after which the wait is taken to be endless."""
-
-NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity)"
-"""Why a request fails whose results are not ``ok``."""
 
 
 def max_steps(requests: Iterable[Request]) -> int:
@@ -100,10 +98,12 @@ class Scheduler:
         self._waiting: OrderedDict[RequestId, Request] = OrderedDict()  # in order of arrival
         self._running: OrderedDict[RequestId, Request] = OrderedDict()  # in the order in which they were let in
         self._rows: Int64 | None = None  # their rows, until one enters or leaves
-        self._stop_ids: NDArray[np.int32] | None = None  # every token that stops any of them
         self._by_row: list[Request | None] = [None] * control.max_num_seqs
         self._shared_by_row: list[Shared | None] = [None] * control.max_num_seqs
         self._finished: list[Request] = []
+        self._accounts = StepAccounts(
+            control, self.table, self._admission, self._by_row, running=self._running.values, finish=self.finish
+        )
         self._num_arrivals = 0
         self._num_idle_schedules = 0
 
@@ -274,23 +274,7 @@ class Scheduler:
 
     def advance(self, slices: Iterable[RequestSlice]) -> None:
         """Count the tokens of a dispatched step as computed."""
-        batch = StepBatch.of(slices)
-        table, counters = self.table, self.control.counters
-        here = table.held_by(batch.rows, batch.epochs)
-        rows, num_tokens, start = batch.rows[here], batch.num_tokens[here], batch.start[here]
-        table.num_computed[rows] = start + num_tokens
-        sampled = batch.rows[here & batch.samples]
-        table.num_in_flight[sampled] += 1
-        table.sample_index[sampled] = (np.cumsum(batch.samples) - 1)[here & batch.samples]
-        if batch.options is not None:
-            acted = batch.options.rows[here]
-            table.options_sent[acted[acted >= 0]] = True
-        counters.num_steps += 1
-        prefill = (num_tokens > 1) | (start < table.num_prompt[rows])
-        again = np.clip(table.num_seen[rows] - start, 0, num_tokens)
-        counters.num_recomputed_tokens += int(again.sum())
-        counters.num_prefill_tokens += int((num_tokens - again)[prefill].sum())
-        table.num_seen[rows] = np.maximum(table.num_seen[rows], start + num_tokens)
+        self._accounts.advance(slices)
 
     def record(
         self,
@@ -329,52 +313,9 @@ class Scheduler:
         return request
 
     def record_step(self, batch: StepBatch, results: StepResults) -> None:
-        """Take a dispatched step's results: tokens and logprobs join their requests, whole pages are offered to the
-        prefix cache, and requests that are done end.
-
-        Results of a request that was preempted or ended meanwhile are dropped (a preempted one computes the same
-        ones again).
-
-        Raises:
-          InvariantError: results belong to another position.
-        """
-        table = self.table
+        """Take a dispatched step's results; see ``StepAccounts.record_step``."""
         self._num_idle_schedules = 0
-        here = table.held_by(batch.rows, batch.epochs)
-        for i in np.flatnonzero(here & ~results.ok).tolist():
-            self._fail_not_finite(self._by_row[batch.rows[i]])
-        here &= results.ok
-        if results.target_logprobs is not None:
-            self._record_targets(batch, results.target_logprobs, here)
-        end = batch.start + batch.num_tokens
-        sampled = here & batch.samples
-        rows = batch.rows[sampled]
-        wrong = end[sampled] != table.num_tokens[rows]
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise InvariantError(
-                f"request {table.ids[rows[i]]}: a token for position {end[sampled][i]} arrived, "
-                f"position {table.num_tokens[rows[i]]} is next"
-            )
-        tokens = results.tokens[sampled]
-        table.append(rows, tokens, results.logprobs[sampled])
-        table.num_in_flight[rows] -= 1
-        if batch.options is not None and results.top_ids is not None and results.top_logprobs is not None:
-            for i in np.flatnonzero(sampled & (batch.options.num_top > 0)).tolist():
-                request, k = self._by_row[batch.rows[i]], int(batch.options.num_top[i])
-                if request is not None:
-                    request.alternatives.append(Alternatives(results.top_ids[i, :k], results.top_logprobs[i, :k]))
-        self.control.counters.num_generated_tokens += len(rows)
-        if self.control.prefix_index is not None:
-            self._publish(batch.rows[here], end[here])
-        num_tokens = table.num_tokens[rows]
-        done = rows[self._stops(tokens) & (num_tokens >= table.may_stop_at[rows]) | (num_tokens >= table.end_at[rows])]
-        scored = batch.rows[here & ~batch.samples & (end >= table.end_at[batch.rows])]  # the end of a prompt, no token
-        for row in [*done.tolist(), *scored.tolist()]:
-            request = self._by_row[row]
-            reason = None if request is None else request.ended()
-            if request is not None and reason is not None:
-                self.finish(request, reason)
+        self._accounts.record_step(batch, results)
 
     def preempt_newest(self) -> Request | None:
         """Send the request that was let in last back to its place in the queue, to be computed again.
@@ -445,7 +386,8 @@ class Scheduler:
         path = len(self.control.sharing.path(handle.row))
         self.table.num_published[handle.row] = path
         self._running[request.id] = request
-        self._rows = self._stop_ids = None
+        self._rows = None
+        self._accounts.running_changed()
         self._by_row[handle.row] = request
         self._admission.entered(request, shared)
         return True
@@ -472,46 +414,6 @@ class Scheduler:
             self._rows = np.array([handle.row for handle in handles if handle is not None], np.int64)
         return self._rows
 
-    def _stops(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool ``[len(tokens)]``, whether each can end any of the running requests."""
-        stops = self._all_stop_ids()
-        if not len(stops):
-            return np.zeros(len(tokens), np.bool_)
-        found: NDArray[np.bool_] = stops[np.minimum(stops.searchsorted(tokens), len(stops) - 1)] == tokens
-        return found
-
-    def _all_stop_ids(self) -> NDArray[np.int32]:
-        """int32, tokens that can end any of the running requests, in order."""
-        if self._stop_ids is None:
-            sets = {request.stop_token_ids for request in self._running.values() if not request.ignore_eos}
-            stops = sorted(frozenset().union(*sets))
-            self._stop_ids = np.array([token for token in stops if -(2**31) <= token < 2**31], np.int32)
-        return self._stop_ids
-
-    def _record_targets(self, batch: StepBatch, values: NDArray[np.float32], here: NDArray[np.bool_]) -> None:
-        if batch.targets is None:
-            raise InvariantError("prompt logprobs arrived for a batch that asked for none")
-        ends = batch.ends
-        for i in np.flatnonzero(here & self.table.wants_targets[batch.rows]).tolist():
-            request = self._by_row[batch.rows[i]]
-            if request is not None:
-                fed = slice(int(ends[i] - batch.num_tokens[i]), int(ends[i]))
-                request.record_prompt_logprobs(int(batch.start[i]), batch.targets[fed], values[fed])
-
-    def _publish(self, rows: Int64, num_computed: Int64) -> None:
-        page = self.control.layout.tokens_per_page
-        more = num_computed // page > self.table.num_published[rows]
-        for row, computed in zip(rows[more].tolist(), num_computed[more].tolist(), strict=True):
-            request = self._by_row[row]
-            if request is not None:
-                self._admission.publish(request, computed)
-
-    def _fail_not_finite(self, request: Request | None) -> None:
-        """End a request whose logits are not finite; what it offered to others is taken back."""
-        if request is not None and request.handle is not None:
-            self.control.sharing.withdraw(request.handle.row)
-            self.finish(request, "error", NOT_FINITE)
-
     def _give_back(self, request: Request) -> None:
         """Return a request's row and pages, if it has any; what was computed there is lost."""
         if request.handle is not None:
@@ -522,7 +424,8 @@ class Scheduler:
         handle = request.leave()
         if handle is not None:
             self._by_row[handle.row] = None
-            self._rows = self._stop_ids = None
+            self._rows = None
+            self._accounts.running_changed()
             self._admission.left(request)
             self._release(handle)
 
