@@ -323,7 +323,8 @@ DISTRIBUTIONS: tuple[Distribution, ...] = (
     Distribution(
         "step_seconds",
         "step_seconds",
-        "Step time: from the begin of a step until its results are read.",
+        "Step time: one turn of the loop that dispatches a step and reads results: its own, or with look-ahead those "
+        "of the step before.",
         lambda r: r.step,
     ),
 )
