@@ -54,11 +54,11 @@ def run_cell(session: Any, rows: int, context: int, options: argparse.Namespace)
 
     from kv_control.plan import GREEDY, RequestSlice
 
-    runtime = session.runtime
+    runtime, chunk = session.runtime, session.options.paged_max_num_batched_tokens
     handles = [runtime.open() for _ in range(rows)]
     for handle in handles:
-        for start in range(0, context, CHUNK_TOKENS):
-            tokens = np.arange(start, min(start + CHUNK_TOKENS, context), dtype=np.int32) % 200 + 3
+        for start in range(0, context, chunk):
+            tokens = np.arange(start, min(start + chunk, context), dtype=np.int32) % 200 + 3
             prepared = runtime.prepare_step([RequestSlice(handle, start, tokens)])
             if prepared is None:
                 raise WrongPath(f"{rows} x {context}: the pool has no room")

@@ -124,6 +124,7 @@ def test_capacity_counts_requests_at_once_against_pages(config: str, record: Pat
 
 # --- decode matrix -----------------------------------------------------------------------------------------
 
+FEW = "paged_max_num_batched_tokens=16"
 CELLS = ["--cells", "2x40", "1x70", "--steps", "2", "--sweeps", "1"]
 
 
@@ -131,7 +132,7 @@ CELLS = ["--cells", "2x40", "1x70", "--steps", "2", "--sweeps", "1"]
 def test_an_arm_of_the_decode_matrix_echoes_its_dispatch(config: str, record: Path, arm: str) -> None:
     from benchmarks.decode_matrix import main
 
-    assert main([config, *CELLS, "--arm", arm, "--record", str(record)]) == 0
+    assert main([config, FEW, *CELLS, "--arm", arm, "--record", str(record)]) == 0
     found = read(record)
     assert [cell["decodes"] for cell in found["cells"]] == [{arm: 4}, {arm: 4}]
     assert "11 pages" not in found["pool"] and found["pool"].startswith("6 pages of 16 tokens")
@@ -145,7 +146,7 @@ def test_an_arm_of_the_decode_matrix_that_ran_the_other_fails(
     from benchmarks import decode_matrix
 
     monkeypatch.setitem(decode_matrix.ARMS, arm, decode_matrix.ARMS[other])
-    assert decode_matrix.main([config, *CELLS, "--arm", arm, "--record", str(record)]) == 1
+    assert decode_matrix.main([config, FEW, *CELLS, "--arm", arm, "--record", str(record)]) == 1
     assert not record.exists() and f"FAILED: {arm}: {arm} 2 x 40: dispatched" in capsys.readouterr().err
 
 
@@ -183,5 +184,5 @@ def test_every_arm_of_serving_and_of_the_matrix_runs_in_a_process_of_its_own(con
 
     assert serving.main([config, *SMALL, *QUICK, "--json", str(tmp_path / "serving.json")]) == 0
     assert [one["arm"] for one in read(tmp_path / "serving.json")["arms"]] == ["paged", "paged-cached", "dense"]
-    assert decode_matrix.main([config, *CELLS, "--json", str(tmp_path / "matrix.json")]) == 0
+    assert decode_matrix.main([config, FEW, *CELLS, "--json", str(tmp_path / "matrix.json")]) == 0
     assert [one["arm"] for one in read(tmp_path / "matrix.json")["arms"]] == ["fused", "gather"]
