@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StaleHandleError,
         UnsupportedError,
     )
+    from kv_control.logit_options import Alternatives, LogitOptions
     from kv_control.plan import RequestSlice, SamplingSpec
     from maxtext_paged.batch_rows import InputData
     from maxtext_paged.config import PagedMaxTextConfig, PagedOptions
@@ -37,11 +38,13 @@ if TYPE_CHECKING:
     from maxtext_paged.worker import PagedInferenceWorker
 
 __all__ = [
+    "Alternatives",
     "CompletionOutput",
     "ConfigError",
     "HfTokenizer",
     "InputData",
     "KvCacheError",
+    "LogitOptions",
     "OfflineEngine",
     "PagedInferenceWorker",
     "PagedMaxEngine",
@@ -72,6 +75,7 @@ _MODULES = {
         "StaleHandleError",
         "UnsupportedError",
     ),
+    "kv_control.logit_options": ("Alternatives", "LogitOptions"),
     "kv_control.plan": ("RequestSlice", "SamplingSpec"),
     "maxtext_paged.batch_rows": ("InputData",),
     "maxtext_paged.config": ("PagedMaxTextConfig", "PagedOptions"),

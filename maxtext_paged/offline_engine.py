@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from kv_common.errors import ConfigError, KvCacheError, UnsupportedError
+from kv_control.logit_options import Alternatives, LogitOptions
 from kv_control.plan import SamplingSpec
 from kv_control.request import FinishReason
 from kv_execution.runtime import RuntimeMetrics
@@ -54,6 +55,8 @@ class CompletionOutput(maxtext_engine.CompletionOutput):  # type: ignore[name-de
       finish_reason: "stop", "length", "cancelled" or "error".
       usage: its tokens, what the cache had of them, and how often it was preempted.
       error: why, where the reason is "error".
+      text: the completion's text where a stop string ended it, cut before that; None leaves it to the tokenizer.
+      alternatives: the likeliest tokens at each generated one, where ``LogitOptions.top_logprobs`` asks for them.
       samples: where several were asked for: one output each, in order; the fields beside them are the first one's, but
         ``finish_reason`` and ``error`` tell of any that failed.
     """
@@ -62,6 +65,8 @@ class CompletionOutput(maxtext_engine.CompletionOutput):  # type: ignore[name-de
     usage: Usage
     error: str | None = None
     samples: tuple[CompletionOutput, ...] = ()
+    text: str | None = None
+    alternatives: tuple[Alternatives, ...] = ()
 
     @classmethod
     def of(cls, result: RowResult) -> CompletionOutput:
@@ -75,6 +80,8 @@ class CompletionOutput(maxtext_engine.CompletionOutput):  # type: ignore[name-de
             usage=result.usage,
             error=result.error,
             samples=tuple(map(cls.of, result.samples)),
+            text=result.text,
+            alternatives=result.alternatives,
         )
 
 
@@ -151,7 +158,7 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         if idle:
             logger.info("attention=gpu_paged has no use for %s", ", ".join(idle))
         self._defaults = default_sampling(config)
-        self.tokenizer, self.eos_ids = _tokenizer_and_ends(config, tokenizer, eos_ids)
+        self.tokenizer, self.eos_ids, reader = _tokenizer_and_ends(config, tokenizer, eos_ids)
         logger.info("end tokens: %s", self.eos_ids or "none")
         self.config = config
         self.debug = debug
@@ -161,7 +168,7 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         self.rng = jax.random.PRNGKey(0) if rng is None else rng
         self.max_prefill_length = int(config.max_target_length)
         self.max_decode_length = int(config.max_target_length) - 1
-        self.worker: Any = PagedInferenceWorker(self.session, stop_token_ids=self.eos_ids)  # MaxText's, if dense
+        self.worker: Any = PagedInferenceWorker(self.session, self.eos_ids, reader)  # MaxText's, if dense
 
     def update_params(self, params: Any) -> None:
         """Exchange the weights for the next call: a trainer's parameters as they are, scanned or not. Nothing
@@ -195,6 +202,8 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         sampling: SamplingSpec | Sequence[SamplingSpec | None] | None = None,
         seed: int | Sequence[int | None] | None = None,
         n: int = 1,
+        options: LogitOptions | Sequence[LogitOptions | None] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> list[CompletionOutput]:
         """Complete every row; outputs come in input order, one per row, whatever failed.
 
@@ -205,33 +214,51 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
           desc: named in the log line of this call.
           rng: run key from this call on; None keeps the one there is, and with it the samples of equal rows.
           max_tokens: most tokens to generate, for all rows or one per row; None is as many as fit.
-          min_tokens: no token ends a row before so many.
-          ignore_eos: no token ends a row.
+          min_tokens: before it has so many, a row chooses no token that would end it, and no stop string counts.
+          ignore_eos: no token ends a row; stop strings do.
           sampling: instead of ``decode_sampling_*``, for all rows or one per row; seeds come from ``seed``.
           seed: of each row's samples; one number for all rows means the same stream for each. None makes one from
             the row's place in the call.
           n: samples of every row, under one seed but from different streams; they share the prompt's pages. With more
             than one, outputs carry ``samples``.
+          options: penalties, bias and alternatives, for all rows or one per row.
+          stop: strings that end a row, for all rows; ids and logprobs keep the tokens that completed one.
 
         Raises:
           ValueError: two rows share an id (as text, for that is how outputs carry it), or an argument has another
             length than ``data``.
         """
-        options = {"max_tokens": max_tokens, "min_tokens": min_tokens, "sampling": sampling, "seed": seed}
+        per_row: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
+            "sampling": sampling,
+            "seed": seed,
+            "options": options,
+        }
         if not self._paged:
-            flags = {"ignore_eos": ignore_eos or None, "n": None if n == 1 else n}
-            asked = [name for name, value in {**options, **flags}.items() if value is not None]
+            flags = {"ignore_eos": ignore_eos or None, "n": None if n == 1 else n, "stop": stop or None}
+            asked = [name for name, value in {**per_row, **flags}.items() if value is not None]
             if asked:
                 raise UnsupportedError(f"{', '.join(asked)}: only with attention=gpu_paged")
             return super().batch_inference(data, desc, rng)
         session = self._running_session()
-        rows = BatchRows(data, defaults=self._defaults, ignore_eos=ignore_eos, n=n, **options)
+        rows = BatchRows(data, defaults=self._defaults, ignore_eos=ignore_eos, n=n, stop=stop, **per_row)
         self.rng = self.rng if rng is None else rng
         started, before = time.monotonic(), session.driver.metrics
         results = self.worker.run_inference(self.worker.in_file_order(rows), rng) + rows.unreadable
         results.sort(key=lambda result: result.row.index)
         self._report(desc, results, time.monotonic() - started, before)
         return [CompletionOutput.of(result) for result in results]
+
+    def cancel(self, row_id: Any) -> None:
+        """End a row of the call under way, from any thread: its ``InputData.id``, or an array's place in the call.
+
+        Its output says "cancelled" and has what it got by then; a row that has not started yet is not run. Ids that
+        the call does not have, or whose row has ended, are ignored.
+        """
+        self._paged_only("cancel")
+        self._running_session()
+        self.worker.cancel(row_id)
 
     def close(self) -> None:
         """Give the pool's memory back; weights are let go, and stay the caller's where they are. Once is enough."""
@@ -282,19 +309,21 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         )
 
 
-def _tokenizer_and_ends(config: Any, tokenizer: Any, eos_ids: Any) -> tuple[Any, list[int]]:
-    """The tokenizer to hand out, and the union of its end tokens and the caller's."""
+def _tokenizer_and_ends(config: Any, tokenizer: Any, eos_ids: Any) -> tuple[Any, list[int], HfTokenizer | None]:
+    """The tokenizer to hand out, the union of its end tokens and the caller's, and what reads text, if it can."""
     if tokenizer is None and eos_ids is None:
         try:
             tokenizer = load_tokenizer(config)
         except ConfigError as error:
             raise ConfigError(f"{error}; or give the engine `tokenizer=` or `eos_ids=`") from error
     ends = set(as_ids(eos_ids))
+    reader = None
     if tokenizer is not None:
         try:
-            ends |= HfTokenizer.wrap(tokenizer).eos_ids
+            reader = HfTokenizer.wrap(tokenizer)
+            ends |= reader.eos_ids
         except ConfigError as error:
             if eos_ids is None:
                 raise
             logger.warning("only the given eos_ids end a row: %s", error)
-    return tokenizer, sorted(ends)
+    return tokenizer, sorted(ends), reader

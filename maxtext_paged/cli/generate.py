@@ -27,6 +27,7 @@ from maxtext_paged.cli.run_file import run_id
 from maxtext_paged.formats import OWN, BadRow, Choice, Form, InputRow, RowError, Writable, write_line
 from maxtext_paged.formats.sources import open_source
 from maxtext_paged.intake import Intake, Tokenizer, completion_text
+from maxtext_paged.row_scores import listed_scores, prompt_scores
 from maxtext_paged.rows import Row, RowResult
 
 if TYPE_CHECKING:
@@ -195,8 +196,8 @@ class Job:
         source = self._sources.pop(result.row.index)
         if result.finish_reason == "cancelled":
             return
-        choices = [self._choice(sample) for sample in result.samples]
-        first = choices[0] if choices else self._choice(result)
+        choices = [self._choice(source, sample) for sample in result.samples]
+        first = choices[0] if choices else self._choice(source, result)
         error = next((choice.error for choice in choices or [first] if choice.error is not None), None)
         self.counts.cached_tokens += result.usage.cached_tokens
         if error is None:
@@ -210,20 +211,26 @@ class Job:
             usage=result.usage,
             error=error,
             choices=choices,
+            scores=first.scores,
+            prompt=prompt_scores(self._tokenizer, source, result),
         )
 
-    def _choice(self, result: RowResult) -> Choice:
+    def _choice(self, source: InputRow, result: RowResult) -> Choice:
         text, error = None, None
         if result.error is not None or result.finish_reason == "error":
             error = RowError(result.error or "the row failed", "generation_failed", "server_error")
         else:
             try:
                 text = completion_text(self._tokenizer, result)
+                if source.echo:
+                    prompt = result.token_ids[: len(result.row.tokens)].tolist()
+                    text = (self._tokenizer.decode(prompt) if source.prompt is None else source.prompt) + text
             except Exception as fault:
                 error = RowError(
                     f"the completion could not be decoded: {_named(fault)}", "cannot_decode", "server_error"
                 )
-        return Choice(text, result.completion_ids.tolist(), result.finish_reason, error)
+        ids = (result.token_ids if source.echo else result.completion_ids).tolist()
+        return Choice(text, ids, result.finish_reason, error, listed_scores(self._tokenizer, source, result))
 
     def _write(self, row: InputRow | BadRow, **outcome: object) -> None:
         written = self._form.record(row, **outcome)

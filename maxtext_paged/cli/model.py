@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,11 +80,11 @@ def open_model(path: str, overrides: Sequence[str]) -> Model:
             "sampling": sampling,
             "tokenizer": {"files": files_digest(config.tokenizer_path)},
         },
-        lambda: _start(assembly, tokenizer.eos_ids),
+        lambda: _start(assembly, tokenizer),
     )
 
 
-def _start(assembly: Any, eos_ids: Iterable[int]) -> Engine:
+def _start(assembly: Any, tokenizer: Any) -> Engine:
     from maxtext_paged.namespace import weights_fingerprint
     from maxtext_paged.session import start_session
     from maxtext_paged.worker import PagedInferenceWorker
@@ -98,8 +98,9 @@ def _start(assembly: Any, eos_ids: Iterable[int]) -> Engine:
         traceback.print_exc()
         message = f"the engine did not start: {type(error).__name__}: {one_line(error)}"
         raise CommandError(message, ExitCode.ENGINE) from error
-    say(f"end tokens: {sorted(eos_ids) or 'none'}")
-    return Engine(session, PagedInferenceWorker(session, stop_token_ids=eos_ids), weights)
+    say(f"end tokens: {sorted(tokenizer.eos_ids) or 'none'}")
+    worker = PagedInferenceWorker(session, stop_token_ids=tokenizer.eos_ids, tokenizer=tokenizer)
+    return Engine(session, worker, weights)
 
 
 # --- identity ----------------------------------------------------------------------------------------------

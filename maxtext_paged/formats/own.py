@@ -2,7 +2,7 @@
 
 For:        checking one row key by key, refusing by name what is wrong with it, and what is written about it.
 Not for:    files and lines (lines.py), the OpenAI form (openai_batch.py), tokens and limits (intake.py).
-May import: the standard library, kv_control, maxtext_paged.rows and row_fields.
+May import: the standard library, kv_control, maxtext_paged.formats.scores, rows and row_fields.
 
 A row is one JSON object with exactly one of ``prompt``, ``messages`` and ``tokens``, and any of the options in
 ``row_fields.OPTIONS``. ``null`` is the same as leaving a key out.
@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from kv_control.request import FinishReason
+from maxtext_paged.formats.scores import Scores, own_scores
 from maxtext_paged.row_fields import KEYS, MAX_ID_CHARACTERS, OPTIONS, OTHER_NAMES, PROMPTS, UNSUPPORTED, token_ids
 from maxtext_paged.rows import Usage
 
@@ -31,7 +32,7 @@ class InputRow:
       index: 0-based among the rows. line: 1-based in the file, blank lines counted.
       id: the caller's name for it, or None.
       prompt, messages, tokens: exactly one is not None.
-      max_tokens ... n: as given; None where the row is silent.
+      max_tokens ... echo: as given; None where the row is silent.
       request: what its form has to know to write its record.
     """
 
@@ -51,6 +52,16 @@ class InputRow:
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     n: int | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: bool | None = None
+    echo: bool | None = None
     request: Any = None
 
 
@@ -86,12 +97,17 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a row's samples, as its record says it; ``text`` is None exactly where ``error`` is not."""
+    """One of a row's samples, as its record says it; ``text`` is None exactly where ``error`` is not.
+
+    ``scores`` are of the tokens that are listed, where the row asks for logprobs; they begin with the prompt's where it
+    is repeated.
+    """
 
     text: str | None
     token_ids: Sequence[int]
     finish_reason: FinishReason
     error: RowError | None = None
+    scores: Scores | None = None
 
 
 class Refused(Exception):
@@ -166,6 +182,8 @@ def input_row(
     most, least = given.get("max_tokens"), given.get("min_tokens", 0)
     if most is not None and least > most:
         refuse("bad_value", f"{where}min_tokens={least}: exceeds max_tokens={most}")
+    if given.get("top_logprobs") and not given.get("logprobs"):
+        refuse("bad_value", f"{where}top_logprobs={given['top_logprobs']}: must come with logprobs=true")
     return InputRow(index=index, line=line, id=id, request=request, **given)
 
 
@@ -233,8 +251,10 @@ def record(
     usage: Usage | None = None,
     error: RowError | None = None,
     choices: Sequence[Choice] = (),
+    scores: Scores | None = None,
+    prompt: Scores | None = None,
 ) -> dict[str, Any]:
-    """What is written about a row, the same keys whatever became of it.
+    """What is written about a row, the same keys whatever became of it, and those of scores where there are any.
 
     ``text`` is null exactly where ``error`` is not.
 
@@ -245,6 +265,7 @@ def record(
       error: why it failed; a ``BadRow`` brings its own.
       choices: where the row asked for several samples; then the record has the key ``choices`` too, and what stands
         beside it is the first one's.
+      scores: of ``token_ids``. prompt: of the prompt's tokens.
     """
     if isinstance(row, BadRow):
         error = row.error
@@ -265,6 +286,11 @@ def record(
         "status_code": 200 if error is None else error.status_code,
         "error": error_object(error),
     }
+    if scores is not None:
+        written |= own_scores(scores)
+    if prompt is not None:
+        written["prompt_token_ids"] = [int(token) for token in prompt.token_ids]
+        written["prompt_logprobs"] = own_scores(prompt)["logprobs"]
     if choices:
         written["choices"] = [
             {
@@ -273,6 +299,7 @@ def record(
                 "token_ids": [int(token) for token in choice.token_ids],
                 "finish_reason": "error" if choice.error is not None else choice.finish_reason,
                 "error": error_object(choice.error),
+                **({} if choice.scores is None else own_scores(choice.scores)),
             }
             for index, choice in enumerate(choices)
         ]
