@@ -193,6 +193,8 @@ class MaxTextPagedModel:
             self._graph, self._pools, self._step = graph, pools, step
             self._layer_paths = _attention_paths(bound)
             self.abstract_params = _abstract_params(config, mesh, params)
+        if products.half_weights:
+            self.abstract_params = _kernels_in_bfloat16(self.abstract_params, self.products.native)
         self._rest = _materialize_rng_state(rest)
 
     @property
@@ -335,6 +337,18 @@ def _held_dtype(config: Any, path: Any, dtype: Any) -> Any:
     cast_by_layer = any(f"'{name}'" in names for name in ("kernel", "embedding", "wi_0", "wi_1", "wo"))
     wider = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > jnp.dtype(config.dtype).itemsize
     return config.dtype if cast_by_layer and wider and "norm" not in names else dtype
+
+
+def _kernels_in_bfloat16(abstract_params: nnx.State, layers: Sequence[str]) -> nnx.State:
+    kernels = {f"{layer}.kernel" for layer in layers}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
+            if ".".join(str(getattr(key, "key", "")) for key in path if hasattr(key, "key")) in kernels
+            else leaf
+        ),
+        abstract_params,
+    )
 
 
 def _model_maker(config: Any, mesh: Mesh) -> Any:
