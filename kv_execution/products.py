@@ -40,24 +40,33 @@ class ProductChoice:
     Attributes:
       max_rows: the most rows of a native product; 0: every product is XLA's.
       reason: one line. required: a layer without native products is an error.
+      half_weights: hold the weights of layers with native products in bfloat16; arithmetic stays float32.
     """
 
     max_rows: int
     reason: str
     required: bool = False
+    half_weights: bool = False
 
     def describe(self) -> str:
         """For a report: which products run, and why."""
         if not self.max_rows:
             return f"XLA's ({self.reason})"
-        return f"native up to {self.max_rows} rows, XLA's above ({self.reason})"
+        held = ", weights held in bfloat16" if self.half_weights else ""
+        return f"native up to {self.max_rows} rows, XLA's above{held} ({self.reason})"
 
 
 XLA_PRODUCTS = ProductChoice(0, "nobody asked for native products")
 
 
 def choose_products(
-    setting: str, *, platform: str, num_devices: int, dtype: str, native_switch: int | None = None
+    setting: str,
+    *,
+    platform: str,
+    num_devices: int,
+    dtype: str,
+    native_switch: int | None = None,
+    weight_dtype: str = "auto",
 ) -> ProductChoice:
     """Choose for a whole model, announcing each distinct choice once at INFO.
 
@@ -65,9 +74,10 @@ def choose_products(
       setting: ``paged_native_products``: ``"auto"``, ``"on"`` (native or an error) or ``"off"``.
       platform: jax's platform name. num_devices: of the mesh: XLA would gather a custom call's operands.
       dtype: in which the model computes. native_switch: ``paged_attention_native``; 0 wins over everything.
+      weight_dtype: ``paged_weight_dtype``: ``"auto"`` or ``"bfloat16"``, which native products alone can read as it is.
 
     Raises:
-      UnsupportedError: ``"on"``, and native products cannot run here.
+      UnsupportedError: ``"on"`` or ``"bfloat16"``, and native products cannot run here.
 
     >>> choose_products("auto", platform="cuda", num_devices=1, dtype="float32").describe()
     "XLA's (native products run on CPUs, not on cuda)"
@@ -82,11 +92,17 @@ def choose_products(
     elif declined is None:
         asked = "the default on CPUs" if setting == "auto" else "asked for by paged_native_products=on"
         reason = f"{asked}; C++ kernels for {native_library().best}"
-        choice = ProductChoice(MEASURED_MAX_ROWS, reason, required=setting == "on")
+        half = weight_dtype == "bfloat16"
+        choice = ProductChoice(MEASURED_MAX_ROWS, reason, required=setting == "on" or half, half_weights=half)
     elif setting == "on":
         raise UnsupportedError(f"paged_native_products=on: {declined}; paged_native_products=auto takes XLA's then")
     else:
         choice = ProductChoice(0, declined)
+    if weight_dtype != "auto" and not choice.max_rows:
+        raise UnsupportedError(
+            f"paged_weight_dtype={weight_dtype}: only native products read such weights, and here {choice.reason}; "
+            "set paged_weight_dtype=auto"
+        )
     if choice.describe() not in _announced:
         _announced.add(choice.describe())
         _log.info("matrix products: %s", choice.describe())

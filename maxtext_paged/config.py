@@ -121,6 +121,12 @@ class PagedOptions(BaseModel):
         description="Matrix products of few rows, which decode steps are made of, in C++ instead of XLA's. on: or an "
         f"error. auto: on one CPU device, float32, up to {MEASURED_MAX_ROWS} rows, as measured.",
     )
+    paged_weight_dtype: Literal["auto", "bfloat16"] = Field(
+        "auto",
+        description="Element type in which the weights of dense layers are held. auto: the model's `dtype`. bfloat16: "
+        "half the memory, and half the reading of a decode step; they are widened as they are read, and all arithmetic "
+        "stays float32. Exact where the checkpoint's own values are bfloat16. Needs native products.",
+    )
     paged_split_kv_min_tokens: int = Field(
         -1,
         ge=-1,

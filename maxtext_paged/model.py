@@ -208,6 +208,8 @@ class MaxTextPagedModel:
             self._graph, self._pools, self._step = graph, pools, step
             self._layer_paths = _attention_paths(bound)
             self.abstract_params = _abstract_params(config, mesh, params)
+        if products.half_weights:
+            self.abstract_params = _kernels_in_bfloat16(self.abstract_params, self.products.native)
         self._rest = _materialize_rng_state(rest)
 
     @property
@@ -361,6 +363,18 @@ class _SameKey(nnx.RngStream):
 
     def __call__(self) -> jax.Array:
         return self.key[...]
+
+
+def _kernels_in_bfloat16(abstract_params: nnx.State, layers: Sequence[str]) -> nnx.State:
+    kernels = {f"{layer}.kernel" for layer in layers}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
+            if ".".join(str(getattr(key, "key", "")) for key in path if hasattr(key, "key")) in kernels
+            else leaf
+        ),
+        abstract_params,
+    )
 
 
 def _model_maker(config: Any, mesh: Mesh) -> Any:

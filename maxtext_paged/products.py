@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from maxtext.common.common_types import ShardMode
@@ -27,18 +28,25 @@ _ATTRIBUTE = "paged_product"
 
 
 class RowsProduct(nnx.Module):
-    """A dot-general with the call signature MaxText gives a quantised one."""
+    """A dot-general with the call signature MaxText gives a quantised one.
 
-    def __init__(self, max_rows: int, matmul_precision: str) -> None:
+    Attributes:
+      kernel: the layer's own parameter: MaxText hands over its values cast to the compute dtype, and a kernel that is
+        held in bfloat16 is better read as it is.
+    """
+
+    def __init__(self, max_rows: int, layer: DenseGeneral) -> None:
         self.max_rows = max_rows
-        self.matmul_precision = matmul_precision
+        self.matmul_precision = layer.matmul_precision
+        self.kernel = layer.kernel
 
     def __call__(self, inputs: jax.Array, kernel: jax.Array, dimensions: Any, **_: Any) -> jax.Array:
         """``lax.dot_general(inputs, kernel, dimensions)``; ``precision`` and ``mutable`` are for quantised ones."""
         (axes, kernel_axes), batch = dimensions
         plain = trailing_axes(axes, inputs.ndim) and tuple(kernel_axes) == tuple(range(len(axes))) and not any(batch)
         if plain and served(inputs, kernel, len(axes), self.max_rows):
-            return dense_product(inputs, kernel, len(axes))
+            held = self.kernel.get_value()
+            return dense_product(inputs, held if held.dtype == jnp.bfloat16 else kernel, len(axes))
         return lax.dot_general(inputs, kernel, dimensions, precision=lax.Precision(self.matmul_precision))
 
 
@@ -99,9 +107,10 @@ def bind_products(model: nnx.Module, choice: ProductChoice) -> BoundProducts:
     others = tuple((path, reason) for path, reason in reasons if reason is not None)
     if choice.required and others:
         path, why = others[0]
-        raise UnsupportedError(f"paged_native_products=on: {path} keeps XLA's product, {why}; auto binds the others")
+        option = "paged_weight_dtype=bfloat16" if choice.half_weights else "paged_native_products=on"
+        raise UnsupportedError(f"{option}: {path} keeps XLA's product, {why}; auto binds the others")
     for (_, layer), (_, reason) in zip(layers, reasons, strict=True):
         if reason is None:
-            setattr(layer, _ATTRIBUTE, RowsProduct(choice.max_rows, layer.matmul_precision))
+            setattr(layer, _ATTRIBUTE, RowsProduct(choice.max_rows, layer))
             layer._quant_dot_general_name = _ATTRIBUTE
     return BoundProducts(choice, tuple(path for path, reason in reasons if reason is None), others)

@@ -33,7 +33,7 @@ from kv_execution.runtime import PagedRuntime
 from kv_execution.split_plan import SplitPlanCache, split_kv_workspace_bytes
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
 from maxtext_paged.loading import load_params, params_from_tree
-from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry
+from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry, weight_device_bytes
 from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
 from maxtext_paged.processes import check_agreement
@@ -203,6 +203,7 @@ def products_of(options: PagedOptions, config: Any, mesh: Mesh) -> ProductChoice
         num_devices=mesh.size,
         dtype=np.dtype(config.dtype).name,
         native_switch=native_switch(options),
+        weight_dtype=options.paged_weight_dtype,
     )
 
 
@@ -276,6 +277,7 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         products=products_of(options, config, mesh),
         model=geometry.model,
     )
+    pool = replace(pool, weight_bytes=weight_device_bytes(model.abstract_params))  # as held: maybe half
     return PagedAssembly(config, options, model, backend, decode, pool, max_num_seqs)
 
 

@@ -35,7 +35,13 @@ PLAN = [[(0, 0, 20)], [(0, 20, 1), (1, 0, 7)], [(0, 21, 1), (1, 7, 9)]] + [
 ]
 
 
-def paged_model(block: str, devices: int = 1, backend: str = "reference", **overrides: object) -> MaxTextPagedModel:
+def paged_model(
+    block: str,
+    devices: int = 1,
+    backend: str = "reference",
+    products: ProductChoice | None = None,
+    **overrides: object,
+) -> MaxTextPagedModel:
     config = make_config(block, **overrides)
     mesh = make_mesh(config, jax.devices()[:devices])
     geometry = model_geometry(config, mesh)
@@ -43,14 +49,16 @@ def paged_model(block: str, devices: int = 1, backend: str = "reference", **over
     kernels: PagedAttentionBackend = ReferenceBackend()
     if backend == "native":
         kernels = NativeBackend(layout.heads_per_shard())
-    native = backend == "native" and devices == 1
+    if products is None:
+        native = backend == "native" and devices == 1
+        products = ProductChoice(RUNG, "all rows of these steps", required=True) if native else XLA_PRODUCTS
     return MaxTextPagedModel(
         config,
         mesh,
         layout=layout,
         head_axes=geometry.head_axes,
         backend=kernels,
-        products=ProductChoice(RUNG, "all rows of these steps", required=True) if native else XLA_PRODUCTS,
+        products=products,
     )
 
 

@@ -19,10 +19,12 @@ from maxtext.layers.linears import DenseGeneral
 from kv_common.errors import UnsupportedError
 from kv_execution.native.library import PRODUCT_TARGET, native_available
 from kv_execution.products import ProductChoice
+from maxtext_paged.loading import params_from_tree
 from maxtext_paged.products import BoundProducts, bind_products
 from maxtext_paged.session import assemble
 from tests.hlo import custom_calls
-from tests.tiny_models import make_config, mesh_of
+from tests.maxtext.test_binding import RUNG, paged_model, run_plan
+from tests.tiny_models import dense_model, make_config, mesh_of
 
 pytestmark = [
     pytest.mark.maxtext,
@@ -31,6 +33,11 @@ pytestmark = [
 
 ROWS = 5
 NATIVE = ProductChoice(ROWS, "a test")
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(1, 255, (2, 30)).astype(np.int32)
 
 
 class Holder(nnx.Module):
@@ -176,3 +183,43 @@ def test_a_sharded_model_keeps_xlas_products_and_says_why() -> None:
     assert products.describe() == "XLA's (weights on 2 devices would be gathered for a custom call)"
     with pytest.raises(UnsupportedError, match="paged_native_products=on: weights on 2 devices"):
         assemble(make_config(paged_native_products="on"), mesh=mesh)
+
+
+def test_kernels_held_in_bfloat16_are_half_as_large_and_the_rest_stays_as_it_was() -> None:
+    half, full = (assemble(make_config(paged_weight_dtype=dtype)) for dtype in ("bfloat16", "auto"))
+    held, before = paths(half.model.abstract_params), paths(full.model.abstract_params)
+    assert held.keys() == before.keys()
+    narrowed = {path.removesuffix(".kernel") for path in held if held[path].dtype == jnp.bfloat16}
+    assert narrowed == set(half.model.products.native)
+    saved = sum(2 * leaf.size for path, leaf in held.items() if path.removesuffix(".kernel") in narrowed)
+    assert half.pool.weight_bytes == full.pool.weight_bytes - saved
+    assert "weights held in bfloat16" in half.model.products.describe()
+
+
+def test_weights_that_are_bfloat16_numbers_give_the_same_logits_bit_for_bit_held_in_either(tokens: np.ndarray) -> None:
+    """Few rows are the kernel's; and XLA's widen the whole array first: also above the limit of rows."""
+    params = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf, jnp.bfloat16), np.float32), dense_model().params)
+    for max_rows in (RUNG, 1):
+        got = []
+        for half in (False, True):
+            choice = ProductChoice(max_rows, "a test", required=True, half_weights=half)
+            model = paged_model("llama2", backend="native", products=choice)
+            logits, _, hlo = run_plan(model, params_from_tree(model, params), tokens)
+            assert len(custom_calls(hlo, PRODUCT_TARGET)) == (15 if max_rows == RUNG else 0)
+            got.append(np.concatenate(logits))
+        np.testing.assert_array_equal(got[0], got[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"paged_native_products": "off"}, "asked for by paged_native_products=off"),
+        ({"paged_attention_native": 0}, "paged_attention_native=0 forbids native kernels"),
+        ({"dtype": "bfloat16"}, "native products are float32"),
+        ({"matmul_precision": "high"}, "decoder.layers_0.* keeps XLA's product, matmul_precision=high"),
+    ],
+    ids=str,
+)
+def test_half_weights_without_native_products_are_refused_and_never_widened_at_every_step(options, why) -> None:
+    with pytest.raises(UnsupportedError, match=f"paged_weight_dtype=bfloat16: .*{why}"):
+        assemble(make_config(paged_weight_dtype="bfloat16", **options))

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "attention.h"
@@ -32,17 +33,27 @@ constexpr int kBlock = 32;
 // Vectors of columns of the widest tile of so many rows, from one on.
 constexpr int kWidest[] = {8, kSums / 3, kSums / 3, kSums / 4, kSums / 5, kSums / 6, kSums / 7, kSums / 8};
 
+constexpr int kLine = 64;
+
+// Lines of memory that so many vectors take.
+template <class Element>
+constexpr int lines(int vectors) {
+  return (vectors * kLanes * int(sizeof(Element)) + kLine - 1) / kLine;
+}
+
 // The tile's place in the product.
 template <class Element>
 struct Place {
   const float* x;  // its first row, at the block's first step
   int64_t depth;   // of x, its row stride
   const Element* weights;
-  int64_t columns;  // of weights and y, their row stride
+  int64_t stride;  // of weights
   float* y;
+  int64_t columns;  // of y, its row stride
   int64_t steps;
-  bool first;  // of the blocks: sums start at zero
-  const Element* ahead;  // next tile's weights
+  bool first;         // of the blocks: sums start at zero
+  const char* ahead;  // next tile's weights
+  int64_t ahead_stride;
 };
 
 // Up to `count` < kLanes values, zeros beside them.
@@ -55,8 +66,8 @@ PAGED_INLINE Vec load_part(const Element* from, int64_t count) {
 
 PAGED_INLINE void store_part(float* to, Vec v, int64_t count) { std::memcpy(to, &v, count * sizeof(float)); }
 
-// kRows x kWidth vectors; kFetch vectors of each of the next tile's rows are fetched meanwhile. With `part`, less than
-// a vector.
+// kRows x kWidth vectors; kFetch lines of each of the next tile's rows are fetched meanwhile. With `part`, less than a
+// vector.
 template <class Element, int kRows, int kWidth, int kFetch, bool kPart = false>
 void tile(const Place<Element>& p, int64_t part = 0) {
   Vec sums[kRows][kWidth];
@@ -67,10 +78,11 @@ void tile(const Place<Element>& p, int64_t part = 0) {
       const float* from = p.y + r * p.columns + c * kLanes;
       sums[r][c] = p.first ? Vec{} : kPart ? load_part(from, part) : load(from);
     }
-  const Element *weights = p.weights, *ahead = p.ahead;
+  const Element* weights = p.weights;
+  const char* ahead = p.ahead;
   for (int64_t k = 0; k < p.steps; k++) {
 #pragma GCC unroll 8
-    for (int c = 0; c < kFetch; c++) __builtin_prefetch(ahead + c * kLanes, 0, 2);
+    for (int c = 0; c < kFetch; c++) __builtin_prefetch(ahead + c * kLine, 0, 2);
     Vec w[kWidth];
 #pragma GCC unroll 8
     for (int c = 0; c < kWidth; c++) w[c] = kPart ? load_part(weights, part) : load(weights + c * kLanes);
@@ -80,8 +92,8 @@ void tile(const Place<Element>& p, int64_t part = 0) {
 #pragma GCC unroll 8
       for (int c = 0; c < kWidth; c++) sums[r][c] += w[c] * x;
     }
-    weights += p.columns;
-    if (kFetch) ahead += p.columns;
+    weights += p.stride;
+    if (kFetch) ahead += p.ahead_stride;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++)
@@ -92,19 +104,15 @@ void tile(const Place<Element>& p, int64_t part = 0) {
     }
 }
 
-// Whether tiles of so many rows fetch for the next at all: a single row leaves the core's own prefetcher enough time.
-constexpr bool fetches(int rows) { return rows > 0; }
-
-// A tile of kRows x `width` vectors; `fetch` vectors of the next one are fetched meanwhile: all, or a share where
-// several tiles of rows stand above each other.
-template <class Element, int kRows, int kWidth>
+// A tile of kRows x `width` vectors; `fetch` lines of the next one's rows are fetched meanwhile: kLines, which is all of
+// the widest, or a share where several tiles of rows stand above each other.
+template <class Element, int kRows, int kWidth, int kLines>
 PAGED_INLINE void tile_of_width(const Place<Element>& p, int width, int fetch) {
   if constexpr (kWidth > 1)
-    if (width < kWidth) return tile_of_width<Element, kRows, kWidth - 1>(p, width, fetch);
-  if constexpr (!fetches(kRows)) return tile<Element, kRows, kWidth, 0>(p);
-  if (2 * kRows < kHeight || fetch >= kWidth) return tile<Element, kRows, kWidth, kWidth>(p);
+    if (width < kWidth) return tile_of_width<Element, kRows, kWidth - 1, lines<Element>(kWidth - 1)>(p, width, fetch);
+  if (2 * kRows < kHeight || fetch >= kLines) return tile<Element, kRows, kWidth, kLines>(p);
   if constexpr (2 * kRows >= kHeight) {
-    if (fetch >= 2) return tile<Element, kRows, kWidth, std::min(2, kWidth)>(p);
+    if (fetch >= 2) return tile<Element, kRows, kWidth, std::min(2, kLines)>(p);
     if (fetch == 1) return tile<Element, kRows, kWidth, 1>(p);
     tile<Element, kRows, kWidth, 0>(p);
   }
@@ -130,32 +138,62 @@ void columns_of(const Product& product, int64_t first, int64_t end) {
   const int64_t most = kWidest[(rows + tiles - 1) / tiles - 1], across = (vectors + most - 1) / most;
   const int64_t full = first + vectors * kLanes;
   const auto column_of = [&](int64_t i) { return first + i * vectors / across * kLanes; };
+  // Narrow weights that several tiles of rows take are widened once.
+  alignas(64) float widened[sizeof(Element) < 4 ? kBlock * kWidest[(kHeight + 1) / 2 - 1] * kLanes : 1];
   for (int64_t k = 0; k < depth; k += kBlock) {
-    const auto place = [&](int64_t row, int64_t column, const Element* ahead) {
-      return Place<Element>{product.x + row * depth + k, depth, weights + k * columns + column, columns,
-                            product.y + row * columns + column, std::min<int64_t>(kBlock, depth - k), k == 0, ahead};
+    const int64_t steps = std::min<int64_t>(kBlock, depth - k);
+    // Tiles of `width` vectors, one for each of the tiles of rows. A tile of one row less than the others is as wide.
+    const auto column_of_tiles = [&](auto* from, int64_t stride, int64_t column, int64_t width, const Element* ahead) {
+      using Held = std::remove_const_t<std::remove_pointer_t<decltype(from)>>;
+      const int64_t ahead_lines = lines<Element>(int(width));
+      for (int64_t t = 0, row = 0; t < tiles; t++) {
+        const int64_t height = rows * (t + 1) / tiles - row, begin = t * ahead_lines / tiles;
+        const Place<Held> p{product.x + row * depth + k,
+                            depth,
+                            from,
+                            stride,
+                            product.y + row * columns + column,
+                            columns,
+                            steps,
+                            k == 0,
+                            reinterpret_cast<const char*>(ahead) + begin * kLine,
+                            columns * int64_t(sizeof(Element))};
+        with_rows(int(height), [&](auto h) {
+          constexpr int kRows = decltype(h)::value, kWidth = kWidest[kRows - 1];
+          tile_of_width<Held, kRows, kWidth, lines<Element>(kWidth)>(p, int(width),
+                                                                     int((t + 1) * ahead_lines / tiles - begin));
+        });
+        row += height;
+      }
     };
     for (int64_t i = 0; i < across; i++) {
       const int64_t column = column_of(i), width = (column_of(i + 1) - column) / kLanes;
+      const Element* const from = weights + k * columns + column;
       // The next tile may be a vector wider or narrower. Behind the last block none is ours: this one's is at hand.
       const Element* ahead = weights + k * columns + column_of(i + 1);
       if (i + 1 == across) ahead = weights + (k + kBlock < depth ? k + kBlock : k) * columns + first;
-      for (int64_t t = 0, row = 0; t < tiles; t++) {
-        const int64_t height = rows * (t + 1) / tiles - row, begin = t * width / tiles;
-        with_rows(int(height), [&](auto h) {
-          constexpr int kRows = decltype(h)::value;
-          // A tile of one row less than the others is as wide as they are.
-          tile_of_width<Element, kRows, kWidest[kRows - 1]>(place(row, column, ahead + begin * kLanes), int(width),
-                                                            int((t + 1) * width / tiles - begin));
-        });
-        row += height;
+      if (sizeof(Element) < 4 && tiles > 1) {
+        for (int64_t j = 0; j < steps; j++)
+          for (int64_t c = 0; c < width; c++)
+            store(widened + (j * width + c) * kLanes, load(from + j * columns + c * kLanes));
+        column_of_tiles(static_cast<const float*>(widened), width * kLanes, column, width, ahead);
+      } else {
+        column_of_tiles(from, columns, column, width, ahead);
       }
     }
     for (int64_t t = 0, row = 0; full < end && t < tiles; t++) {
       const int64_t height = rows * (t + 1) / tiles - row;
-      with_rows(int(height), [&](auto h) {
-        tile<Element, decltype(h)::value, 1, 0, true>(place(row, full, nullptr), end - full);
-      });
+      const Place<Element> p{product.x + row * depth + k,
+                             depth,
+                             weights + k * columns + full,
+                             columns,
+                             product.y + row * columns + full,
+                             columns,
+                             steps,
+                             k == 0,
+                             nullptr,
+                             0};
+      with_rows(int(height), [&](auto h) { tile<Element, decltype(h)::value, 1, 0, true>(p, end - full); });
       row += height;
     }
   }
