@@ -164,7 +164,7 @@ class Request:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens still to be fed; 1 is a decode, more is a prefill."""
+        """Known tokens still to be fed; 1 is a decode, more is a prefill, -1 a decode ahead of its last token."""
         return self.num_tokens - self.num_computed
 
     def token_at(self, position: int) -> int:
@@ -182,6 +182,7 @@ class Request:
         row, num_prompt, num_tokens = handle.row, len(self.prompt), len(self._tokens)
         table.ids[row], table.epochs[row] = self.id, handle.epoch
         table.num_tokens[row], table.num_computed[row], table.num_prompt[row] = num_tokens, num_computed, num_prompt
+        table.num_in_flight[row] = 0
         table.end_at[row] = num_prompt + self.max_tokens
         never = np.iinfo(np.int64).max
         stops = bool(self.stop_token_ids) and not self.ignore_eos

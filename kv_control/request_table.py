@@ -23,7 +23,10 @@ class RequestTable:
 
     Attributes:
       ids: int64 ``[R]``, the request, ``NOBODY`` where there is none. epochs: int64 ``[R]``, of its handle.
-      num_tokens: int64 ``[R]``, prompt and generated tokens.
+      num_tokens: int64 ``[R]``, prompt and generated tokens that are known.
+      num_in_flight: int64 ``[R]``, tokens behind them that dispatched steps choose, not read back yet.
+      sample_index: int64 ``[R]``, where the last dispatched step that sampled for the row leaves its token: an index
+        into the tokens of that step.
       num_computed: int64 ``[R]``, tokens whose K/V is written or in flight.
       num_prompt: int64 ``[R]``, tokens of the prompt.
       end_at: int64 ``[R]``, tokens at which ``max_tokens`` ends it.
@@ -50,6 +53,7 @@ class RequestTable:
         "max_kv_tokens",
         "may_stop_at",
         "num_computed",
+        "num_in_flight",
         "num_prompt",
         "num_published",
         "num_seen",
@@ -57,6 +61,7 @@ class RequestTable:
         "num_top",
         "num_with_options",
         "options_sent",
+        "sample_index",
         "sampling",
         "tokens",
         "wants_targets",
@@ -66,6 +71,8 @@ class RequestTable:
         self.ids: Int64 = np.full(max_num_seqs, NOBODY, np.int64)
         self.epochs: Int64 = np.zeros(max_num_seqs, np.int64)
         self.num_tokens: Int64 = np.zeros(max_num_seqs, np.int64)
+        self.num_in_flight: Int64 = np.zeros(max_num_seqs, np.int64)
+        self.sample_index: Int64 = np.zeros(max_num_seqs, np.int64)
         self.num_computed: Int64 = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: Int64 = np.zeros(max_num_seqs, np.int64)
         self.end_at: Int64 = np.zeros(max_num_seqs, np.int64)
@@ -90,6 +97,11 @@ class RequestTable:
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs
         self.num_tokens[rows] = at + 1
+
+    def num_to_come(self, rows: Int64) -> Int64:
+        """int64 ``[len(rows)]``, each row's tokens once everything in flight is known."""
+        total: Int64 = self.num_tokens[rows] + self.num_in_flight[rows]
+        return total
 
     def last_tokens(self, rows: Int64) -> NDArray[np.int32]:
         """int32 ``[len(rows)]``, each row's newest token."""

@@ -197,15 +197,22 @@ class Scheduler:
         """Decide the next step. Holds rows for those it lets in, but no pages: it may be called again
         after a step that found no room.
 
+        It may run ahead of one dispatched step whose results are not recorded yet: a request whose next token is
+        still on the device goes on from there, unless that token is known to be its last.
+
         Returns:
-          An empty decision when nothing can run: no work, or a front that must wait for pages which others
-          than this scheduler's requests hold. After ``MAX_IDLE_SCHEDULES`` of those the front is failed.
+          An empty decision when nothing can run: no work, results to be recorded first, or a front that must wait for
+          pages which others than this scheduler's requests hold. After ``MAX_IDLE_SCHEDULES`` of those in a row the
+          front is failed.
 
         Raises:
           SchedulerStalled: as often in a row, running requests had nothing to compute.
         """
         table, rows = self.table, self._running_rows()
-        left = table.num_tokens[rows] - table.num_computed[rows]
+        to_come = table.num_to_come(rows)
+        left = to_come - table.num_computed[rows]
+        in_flight = table.num_in_flight[rows]
+        left[(in_flight > 1) | ((in_flight == 1) & (to_come >= table.end_at[rows]))] = 0  # until results are recorded
         decodes = rows[left == 1]
         chosen, counts = [decodes], [np.ones(len(decodes), np.int64)]
         budget = self.max_num_batched_tokens - len(decodes)
@@ -242,6 +249,8 @@ class Scheduler:
         first = np.cumsum(counts) - counts
         position = np.arange(int(counts.sum())) + np.repeat(start - first, counts)
         tokens = table.tokens[np.repeat(rows, counts), position]
+        ahead = table.num_in_flight[rows] > 0
+        tokens[first[ahead]] = 0  # nobody knows it yet
         targets = None
         for i in np.flatnonzero(table.wants_targets[rows]).tolist():
             request = self._by_row[rows[i]]
@@ -249,7 +258,7 @@ class Scheduler:
             if wanted is not None:
                 targets = np.full(len(tokens), -1, np.int32) if targets is None else targets
                 targets[first[i] : first[i] + counts[i]] = wanted
-        samples = (end == table.num_tokens[rows]) & (end < table.end_at[rows])
+        samples = (end == table.num_to_come(rows)) & (end < table.end_at[rows])
         return StepBatch(
             rows=rows,
             epochs=scheduled.epochs,
@@ -258,7 +267,7 @@ class Scheduler:
             tokens=tokens,
             samples=samples,
             sampling=table.sampling.take(rows),
-            previous_sample=np.full(len(rows), -1, np.int32),
+            previous_sample=np.where(ahead, table.sample_index[rows], -1).astype(np.int32),
             targets=targets,
             options=step_options(table, rows, samples, self._by_row),
         )
@@ -273,6 +282,9 @@ class Scheduler:
         if batch.options is not None:
             acted = batch.options.rows[here]
             table.options_sent[acted[acted >= 0]] = True
+        sampled = batch.rows[here & batch.samples]
+        table.num_in_flight[sampled] += 1
+        table.sample_index[sampled] = (np.cumsum(batch.samples) - 1)[here & batch.samples]
         counters.num_steps += 1
         prefill = (num_tokens > 1) | (start < table.num_prompt[rows])
         again = np.clip(table.num_seen[rows] - start, 0, num_tokens)
@@ -327,6 +339,7 @@ class Scheduler:
           InvariantError: results belong to another position.
         """
         table = self.table
+        self._num_idle_schedules = 0
         here = table.held_by(batch.rows, batch.epochs)
         for i in np.flatnonzero(here & ~results.ok).tolist():
             self._fail_not_finite(self._by_row[batch.rows[i]])
@@ -345,6 +358,7 @@ class Scheduler:
             )
         tokens = results.tokens[sampled]
         table.append(rows, tokens, results.logprobs[sampled])
+        table.num_in_flight[rows] -= 1
         if batch.options is not None and results.top_ids is not None and results.top_logprobs is not None:
             for i in np.flatnonzero(sampled & (batch.options.num_top > 0)).tolist():
                 request, k = self._by_row[batch.rows[i]], int(batch.options.num_top[i])
@@ -355,8 +369,8 @@ class Scheduler:
             self._publish(batch.rows[here], end[here])
         num_tokens = table.num_tokens[rows]
         done = rows[self._stops(tokens) & (num_tokens >= table.may_stop_at[rows]) | (num_tokens >= table.end_at[rows])]
-        silent = batch.rows[here & ~batch.samples]  # the end of a prompt that is only scored
-        for row in [*done.tolist(), *silent[table.num_computed[silent] >= table.end_at[silent]].tolist()]:
+        scored = batch.rows[here & ~batch.samples & (end >= table.end_at[batch.rows])]  # the end of a prompt, no token
+        for row in [*done.tolist(), *scored.tolist()]:
             request = self._by_row[row]
             reason = None if request is None else request.ended()
             if request is not None and reason is not None:

@@ -65,7 +65,7 @@ class SamplingInputs:
       seed: uint32 ``[S]``.
       sample_index: int32 ``[S]``.
       position: int32 ``[S]``, absolute position of the token to be chosen.
-      options_row: int32 ``[S]``, the row of ``StepInputs.options`` that acts on it; -1 for none. None: for nobody.
+      options_row: int32 ``[S]``, the row of ``logit_adjust.OptionRows`` that acts on it; -1 for none. None: for nobody.
       num_top: int32 ``[S]``, alternatives wanted beside it; None: for nobody.
     """
 
@@ -96,7 +96,6 @@ class StepInputs:
       target_rows: int32 ``[T]``, token rows whose ``target`` logprob is wanted, packed first; padding 0.
       targets: int32 ``[T]``, the wanted token of each such row; padding 0.
       num_targets: int32 ``[]``, how many of them are real. 0 costs nothing.
-      options: ``logit_adjust.OptionRows``, what is done to logits, by row; None where ``options_row`` names none.
     """
 
     token_ids: Array
@@ -108,4 +107,3 @@ class StepInputs:
     target_rows: Array
     targets: Array
     num_targets: Array
-    options: Any = None

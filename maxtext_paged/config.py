@@ -79,6 +79,12 @@ class PagedOptions(BaseModel):
         ge=0,
         description="Longest piece of one prompt that runs in one step. 0: whatever the step has room for.",
     )
+    paged_async_scheduling: bool = Field(
+        True,
+        description="Dispatch each step before the results of the last one are read; sampled tokens go from step to "
+        "step on the device. A request that a stop token ends runs one token too many, which is dropped. Results do "
+        "not depend on it.",
+    )
     paged_enable_prefix_cache: bool = Field(
         False,
         description="Keep whole pages of ended requests while there is room, and share them between requests with "

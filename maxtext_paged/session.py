@@ -320,7 +320,7 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
         prefill_chunk_tokens=options.paged_prefill_chunk_tokens or None,
         release=runtime.release,
     )
-    driver = PagedDriver(runtime, scheduler, check=options.paged_check_invariants)
+    driver = PagedDriver(runtime, scheduler, check=options.paged_check_invariants, ahead=options.paged_async_scheduling)
     return PagedSession(
         config=assembly.config,
         options=options,
