@@ -7,10 +7,10 @@ May import: the standard library, numpy, jax, kv_control, kv_execution, maxtext_
     DECOUPLE_GCLOUD=TRUE JAX_PLATFORMS=cpu python -m benchmarks.profile_step .cache/models/smollm2-135m/config.yml \\
         --json out/profile_step.json
 
-Each part is timed with the device waited for in between, one step after another (``paged_async_scheduling=false``), so the
-parts add up to a step; "loop" is the driver's own step, dispatched ahead of the last one's results, over the same requests.
-Their difference is what running ahead hides. "argument transfer" is a transfer of the step's buffer to the device on its
-own, waited for; the step's dispatch contains one. Leaves with status 1 if a program was obtained while it timed.
+Each part is timed with the device waited for in between, one step after another, so the parts add up to a step;
+"loop" is the driver's own step, dispatched ahead of the last one's results, over the same requests. Their difference
+is what running ahead hides. "argument transfer" is a transfer of the step's buffer to the device on its own, waited
+for; a dispatch has one in it. Leaves with status 1 if a program was obtained while it timed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,7 +59,7 @@ def timed_step(session: Any) -> dict[str, float]:
     scheduler.advance(slices)
     scheduler.record_step(slices, results)
     mark()
-    parts = {name: end - start for name, start, end in zip(PARTS, marks, marks[1:], strict=True)}
+    parts = {name: end - start for name, (start, end) in zip(PARTS, pairwise(marks), strict=True)}
     start = time.perf_counter()
     jax.block_until_ready(jax.device_put(prepared.buffer.copy()))
     parts["argument transfer"] = time.perf_counter() - start
@@ -140,7 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=24, help="timed steps of each kind and pass")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--agreement", type=float, default=1.1, help="largest over smallest pass of a reportable figure")
+    parser.add_argument(
+        "--agreement", type=float, default=1.1, help="largest over smallest pass of a reportable figure"
+    )
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args(arguments)
     from maxtext_paged.cli.configuration import load_configuration

@@ -279,12 +279,12 @@ class Scheduler:
         here = table.held_by(batch.rows, batch.epochs)
         rows, num_tokens, start = batch.rows[here], batch.num_tokens[here], batch.start[here]
         table.num_computed[rows] = start + num_tokens
-        if batch.options is not None:
-            acted = batch.options.rows[here]
-            table.options_sent[acted[acted >= 0]] = True
         sampled = batch.rows[here & batch.samples]
         table.num_in_flight[sampled] += 1
         table.sample_index[sampled] = (np.cumsum(batch.samples) - 1)[here & batch.samples]
+        if batch.options is not None:
+            acted = batch.options.rows[here]
+            table.options_sent[acted[acted >= 0]] = True
         counters.num_steps += 1
         prefill = (num_tokens > 1) | (start < table.num_prompt[rows])
         again = np.clip(table.num_seen[rows] - start, 0, num_tokens)

@@ -72,9 +72,9 @@ class PagedDriver:
         self.runtime = runtime
         self.scheduler = scheduler
         self._check = check
-        self._cancels: SimpleQueue[RequestId] = SimpleQueue()
         self._ahead = ahead
         self._in_flight: StepOutcome | None = None
+        self._cancels: SimpleQueue[RequestId] = SimpleQueue()
         self._num_finished = self._num_failed = self._peak_running = self._peak_pages_held = 0
 
     @property
@@ -133,9 +133,9 @@ class PagedDriver:
         Returns:
           The requests that ended since the last call.
         """
+        before, self._in_flight = self._in_flight, None
         while not self._cancels.empty():
             self.scheduler.cancel(self._cancels.get())
-        before, self._in_flight = self._in_flight, None
         if self.scheduler.has_work:
             slices = self.scheduler.slices(self.scheduler.schedule())
             if slices:

@@ -84,12 +84,14 @@ class StepOutcome:
     def results(self) -> StepResults:
         """Wait for the step; its results beside ``plan.slices``. One small read."""
         batch = self.plan.slices
+        outputs = self.outputs
         wants_top = batch.options is not None and batch.options.num_top.any()
-        samples, scored, top = jax.device_get(
+        samples, scored, top_ids, top = jax.device_get(
             (
-                self.outputs.samples,
-                self.outputs.target_logprobs if batch.targets is not None else None,
-                self.outputs.top if wants_top else None,
+                outputs.samples,
+                outputs.target_logprobs if batch.targets is not None else None,
+                outputs.top_ids if wants_top else None,
+                outputs.top_logprobs if wants_top else None,
             )
         )
         sampled, num_sampled = batch.samples, int(batch.samples.sum())
@@ -98,16 +100,15 @@ class StepOutcome:
             logprobs=np.full(len(batch), np.nan, np.float32),
             ok=np.ones(len(batch), np.bool_),
             target_logprobs=None if batch.targets is None else np.full(len(batch.tokens), np.nan, np.float32),
-            top_ids=np.zeros((len(batch), top.shape[2]), np.int32) if wants_top else None,
-            top_logprobs=np.full((len(batch), top.shape[2]), np.nan, np.float32) if wants_top else None,
+            top_ids=np.zeros((len(batch), top.shape[1]), np.int32) if wants_top else None,
+            top_logprobs=np.full((len(batch), top.shape[1]), np.nan, np.float32) if wants_top else None,
         )
-        if results.top_ids is not None and results.top_logprobs is not None:
-            results.top_ids[sampled] = top[0, :num_sampled]
-            results.top_logprobs[sampled] = top[1, :num_sampled].view(np.float32)
         tokens, logprobs, ok = samples[:, :num_sampled]
         results.tokens[sampled] = tokens
         results.logprobs[sampled] = logprobs.view(np.float32)
         results.ok[sampled] = ok != 0
+        if results.top_ids is not None and results.top_logprobs is not None:
+            results.top_ids[sampled], results.top_logprobs[sampled] = top_ids[:num_sampled], top[:num_sampled]
         if batch.targets is not None and results.target_logprobs is not None:
             wanted = batch.targets >= 0
             results.target_logprobs[wanted] = scored[: int(wanted.sum())]
@@ -193,14 +194,13 @@ class PagedRuntime:
     ) -> None:
         self.model = model
         self.control = control
-        self.params = params
+        self._param_leaves, self._params_structure = jax.tree.flatten(params)
         self.params_revision = 0
         self.run_key = run_key
         self._backend = backend
         self._decode = decode or DecodeDispatch(fused_kernel=f"the {backend} backend has no split-KV")
         self._poison_on_free = poison_on_free
         self._compiles = CompileCounter()
-        self._param_leaves = jax.tree.leaves(params)
         leaves, self._pools_structure = jax.tree.flatten(model.create_pools())
         self._pool_leaves: Sequence[jax.Array] = leaves
         self._scrubber = Scrubber(model.layout.num_pages)
@@ -269,9 +269,9 @@ class PagedRuntime:
             self._pool_leaves,
             prepared.buffer,
             self._previous_tokens,
+            self._options.rows,
             self.run_key,
             prepared.packing,
-            self._options.rows,
         )
         self._previous_tokens = outputs.tokens
         self.control.commit(prepared.plan)
@@ -310,9 +310,7 @@ class PagedRuntime:
         Raises:
           ConfigError: they are another model's.
         """
-        if not _same_structure(params, self.params):
-            raise ConfigError("update_params: the new weights are another model's: their tree differs")
-        self.params, self._param_leaves = params, jax.tree.leaves(params)
+        self.params = params
         self.params_revision += 1
         return self.reset_prefix_cache(prefix_namespace)
 
@@ -325,6 +323,19 @@ class PagedRuntime:
     def _poison(self, freed: NDArray[np.int32]) -> None:
         if self._poison_on_free and len(freed):
             self._pool_leaves = self._scrubber.poison(self._pool_leaves, freed)
+
+    @property
+    def params(self) -> Params:
+        """The weights; others of the same structure, shapes and shardings may take their place."""
+        return jax.tree.unflatten(self._params_structure, self._param_leaves)
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        leaves, structure = jax.tree.flatten(params)
+        structures: set[object] = {structure, self._params_structure}
+        if len(structures) > 1:
+            raise ConfigError("these weights are another model's: their tree differs")
+        self._param_leaves = leaves
 
     @property
     def pools(self) -> Pools:
@@ -351,8 +362,3 @@ class PagedRuntime:
             steps_by_rung=dict(sorted(self._rungs.items())),
             compiled=self._compiles.by_function(),
         )
-
-
-def _same_structure(one: Params, other: Params) -> bool:
-    structures: list[object] = [jax.tree.structure(one), jax.tree.structure(other)]
-    return structures[0] == structures[1]

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kv_execution.logit_adjust import OptionRows
 from kv_execution.logprobs import target_logprobs
-from kv_execution.metadata import StepInputs
+from kv_execution.metadata import Array, StepInputs
 from kv_execution.model import PagedModel
 from kv_execution.packing import Packing
 from kv_execution.sampling import sample
@@ -39,24 +39,23 @@ class StepOutputs:
       samples: int32 ``[3, max_num_seqs]``, what the host reads, in one piece: the tokens, the bits of their float32
         logprobs under the unmodified model distribution, and whether the row's logits were finite (0 or 1).
       target_logprobs: float32 ``[T]``, of the wanted prompt tokens, packed first; NaN elsewhere.
-      top: int32 ``[2, max_num_seqs, MAX_TOP_LOGPROBS]``, the ids of the likeliest tokens and the bits of their float32
-        logprobs, in rows that want some.
+      top_ids, top_logprobs: int32 and float32 ``[max_num_seqs, MAX_TOP_LOGPROBS]``, as ``top_logprobs`` gives them.
     """
 
     tokens: jax.Array
     samples: jax.Array
     target_logprobs: jax.Array
-    top: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
 
 
 Leaves = Sequence[jax.Array]
-StepProgram = Callable[..., tuple[Leaves, StepOutputs]]
+StepProgram = Callable[[Leaves, Leaves, Array, jax.Array, OptionRows, jax.Array, Packing], tuple[Leaves, StepOutputs]]
 
 
 def make_step_program(model: PagedModel, *, params: Any, pools: Any, max_num_seqs: int) -> StepProgram:
-    """The step as one function over flat arrays, ``(param_leaves, pool_leaves, buffer, previous_tokens, run_key,
-    packing, options) -> (pool_leaves, outputs)``: hundreds of weights in modules cost milliseconds a call to take
-    apart.
+    """The step as one function ``(param_leaves, pool_leaves, buffer, previous_tokens, options, run_key, packing) ->
+    (pool_leaves, outputs)``. Flat arrays: hundreds of weights in modules cost milliseconds a call to take apart.
 
     Pools are donated. One program is compiled per token rung (its ``packing`` of ``StepInputs``) and nothing else is
     traced: whether a batch samples, filters or scores is decided inside by its data.
@@ -71,9 +70,9 @@ def make_step_program(model: PagedModel, *, params: Any, pools: Any, max_num_seq
         pool_leaves: Leaves,
         buffer: jax.Array,
         previous_tokens: jax.Array,
+        options: OptionRows,
         run_key: jax.Array,
         packing: Packing,
-        options: OptionRows | None = None,
     ) -> tuple[Leaves, StepOutputs]:
         params = jax.tree.unflatten(params_structure, param_leaves)
         pools = jax.tree.unflatten(pools_structure, pool_leaves)
@@ -101,12 +100,11 @@ def make_step_program(model: PagedModel, *, params: Any, pools: Any, max_num_seq
         samples = jnp.stack(
             [tokens, lax.bitcast_convert_type(widened(logprobs), jnp.int32), widened(ok).astype(jnp.int32)]
         )
-        top = jnp.stack([widened(top_ids), lax.bitcast_convert_type(widened(top), jnp.int32)])
-        return jax.tree.leaves(pools), StepOutputs(tokens, samples, scored, top)
+        return jax.tree.leaves(pools), StepOutputs(tokens, samples, scored, widened(top_ids), widened(top))
 
     # Stated, so that a step's outputs re-enter the next step exactly as they left (no second compile).
     shardings: Any = {}
     if model.mesh is not None:
         shardings["out_shardings"] = model.pool_sharding, NamedSharding(model.mesh, PartitionSpec())
-    program: Any = jax.jit(paged_step, donate_argnums=1, static_argnums=5, **shardings)
+    program: Any = jax.jit(paged_step, donate_argnums=1, static_argnums=6, **shardings)
     return program

@@ -20,6 +20,7 @@ from kv_common.errors import KvCacheError
 from kv_control.logit_options import LogitOptions
 from kv_control.plan import SamplingSpec
 from maxtext_paged.formats import BadRow, InputRow, RowError
+from maxtext_paged.row_limits import cannot_fit
 from maxtext_paged.rows import Row, RowResult, row_seed
 
 
@@ -62,6 +63,10 @@ class Intake:
             return _bad(source, repeated)
         if isinstance(source, BadRow):
             return source
+        count = cannot_fit(source.prompt, source.messages, self.max_model_len)
+        if count is not None:
+            message = f"the prompt has {count} characters, and the context holds {self.max_model_len} tokens"
+            return _bad(source, RowError(message, "context_length_exceeded"))
         try:
             tokens = self._tokens(source)
         except KvCacheError as error:

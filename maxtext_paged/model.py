@@ -27,6 +27,7 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
 from kv_execution.metadata import PageMetadata, StepInputs
 from kv_execution.pool import create_zeroed, pool_dtype
+from kv_execution.products import XLA_PRODUCTS, ProductChoice
 from kv_execution.sharding import (
     KV_KERNEL_AXES,
     check_head_sharding,
@@ -46,6 +47,7 @@ from maxtext_paged.binding import (
     require_supported_block,
 )
 from maxtext_paged.mesh_axes import check_mesh, check_weights_divide
+from maxtext_paged.products import bind_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ class MaxTextPagedModel:
       mesh: the mesh the model was built for.
       layout: geometry of the pools.
       head_axes: mesh axes (of size above one) that shard KV heads.
+      products: which matrix products run natively, and why.
       abstract_params: ``nnx.State`` of ``jax.ShapeDtypeStruct`` with shardings, the restore target.
     """
 
@@ -174,6 +177,7 @@ class MaxTextPagedModel:
         layout: KvStorageLayoutV1,
         head_axes: tuple[str, ...],
         backend: PagedAttentionBackend,
+        products: ProductChoice = XLA_PRODUCTS,
     ) -> None:
         self.config = config
         self.mesh = mesh
@@ -184,6 +188,7 @@ class MaxTextPagedModel:
             bound = nnx.eval_shape(
                 lambda: bind_paged_attention(create(), layout, backend=backend, mesh=mesh, head_axes=head_axes)
             )
+            self.products = bind_products(bound, products)
             graph, params, pools, step, rest = nnx.split(bound, nnx.Param, PagePool, StepVariable, ...)
             self._graph, self._pools, self._step = graph, pools, step
             self._layer_paths = _attention_paths(bound)

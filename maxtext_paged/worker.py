@@ -8,7 +8,7 @@ May import: kv_common, kv_control, kv_execution, maxtext_paged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
@@ -126,14 +126,15 @@ class PagedInferenceWorker:
         return sorted(self.complete(rows, on_step), key=lambda result: result.row.index)
 
     def complete(
-        self, rows: Iterable[Row], on_step: Callable[[PagedInferenceWorker], None] | None = None
-    ) -> Iterator[RowResult]:
+        self, rows: Iterable[Row | RowResult], on_step: Callable[[PagedInferenceWorker], None] | None = None
+    ) -> Generator[RowResult, None, None]:
         """Yield exactly one result per row, in completion order; rows are drawn as there is room for them.
 
         A row that cannot run yields an error and the others go on. When the iterator is closed early, what is
         still under way is cancelled and its pages return.
 
         Args:
+          rows: a ``RowResult`` among them is handed through: what was refused before it came here keeps its turn.
           on_step: called after every step, for progress.
         """
         driver = self.session.driver
@@ -152,6 +153,9 @@ class PagedInferenceWorker:
                     if row is None:
                         rows_left = False
                         break
+                    if isinstance(row, RowResult):
+                        yield row
+                        continue
                     if row.id in call.cancelled:
                         yield RowResult.refused(row, None, "cancelled")
                         continue

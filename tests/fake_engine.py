@@ -149,6 +149,7 @@ def fake_model(*, step_s: float = 0.0, temperature: float = 0.0, weights: str = 
             driver=Driver(),
             runtime=SimpleNamespace(metrics=lambda: metrics),
             max_num_seqs=MAX_NUM_SEQS,
+            num_native_products=lambda: 0,
         )
         return Engine(session, worker, weights)
 

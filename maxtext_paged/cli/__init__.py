@@ -16,8 +16,10 @@ from enum import IntEnum
 from typing import NoReturn
 
 from kv_common.errors import ConfigError, UnsupportedError
+from maxtext_paged.printable import printable
 
 PROGRAM = "maxtext-paged"
+_SAID_CHARACTERS = 4000
 
 
 class ExitCode(IntEnum):
@@ -43,8 +45,8 @@ class CommandError(Exception):
 
 
 def say(message: str) -> None:
-    """One line on stderr, where everything goes that is not output."""
-    print(f"{PROGRAM}: {message}", file=sys.stderr, flush=True)
+    """One line on stderr, where everything goes that is not output; what a terminal would obey is written out."""
+    print(f"{PROGRAM}: {printable(message, _SAID_CHARACTERS)}", file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException | str) -> str:

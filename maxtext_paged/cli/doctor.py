@@ -91,6 +91,7 @@ def model(config: Any) -> Iterator[str]:
     yield _line("backend", f"{assembly.backend.name}: {assembly.backend.reason}")
     for line in assembly.decode.describe():
         yield _line("decode", line)
+    yield _line("products", assembly.model.products.describe())
     yield _line(
         "model",
         f"{config.decoder_block.value}, {layout.num_layers} attention layers, {layout.num_kv_heads} KV heads of "

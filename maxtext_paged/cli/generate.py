@@ -138,11 +138,11 @@ class Job:
         self._earlier = earlier
         self._form = form
         self._sources: dict[int, InputRow] = {}
-        self._started = time.monotonic()
+        self._started, self._products_before = time.monotonic(), 0
 
     def run(self, sources: Iterable[InputRow | BadRow]) -> ExitCode:
         """Run all rows but the earlier ones, or as many as there is time for."""
-        self._started = time.monotonic()
+        self._started, self._products_before = time.monotonic(), self._session.num_native_products()
         where = f"after {{}} of {self.counts.total} rows; what was written is good"
         try:
             with self._progress:
@@ -258,6 +258,7 @@ class Job:
         counts.scrubbed_pages = runtime.num_scrubbed_pages
         counts.backends = runtime.steps_by_backend
         counts.decodes = runtime.decodes_by_kind
+        counts.native_products = self._session.num_native_products() - self._products_before
         counts.programs = runtime.compiled
         counts.shares = control.prefix_index is not None
         counts.attainable_tokens = self._worker.attainable_tokens

@@ -39,7 +39,8 @@ class JobCounts:
         within the windows in which rows were ordered can avoid at best; None where they were not ordered.
       evictions, hit_rate: of its pages.
       backends: attention backend to steps. decodes: how decode rows ran, fused or gather, to launches, one for each
-        step and attention window. programs: jitted function to programs obtained.
+        step and attention window. native_products: matrix products that our kernel computed, warm-up not counted.
+      programs: jitted function to programs obtained.
     """
 
     total: int = 0
@@ -66,6 +67,7 @@ class JobCounts:
     hit_rate: float = float("nan")
     backends: Mapping[str, int] = field(default_factory=dict)
     decodes: Mapping[str, int] = field(default_factory=dict)
+    native_products: int = 0
     programs: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -88,13 +90,14 @@ class JobCounts:
         left = f", {self.total - self.done} not answered" if self.done < self.total else ""
         before = f", {self.earlier} before ({self.earlier_failed} failed)" if self.earlier else ""
         decodes = ", ".join(f"{count} {kind}" for kind, count in self.decodes.items()) or "none"
+        products = f"{self.native_products} native" if self.native_products else "XLA's"
         programs = ", ".join(f"{name} {count}" for name, count in sorted(self.programs.items())) or "none"
         return [
             f"{self.total} rows: {self.ok} ok, {self.failed} failed{before}{left}; {self.prompt_tokens} prompt and "
             f"{self.generated_tokens} generated tokens in {self.seconds:.1f} s, {rate:.1f} tokens/s",
             f"{self.steps} steps, {self.preemptions} preemptions, at most {self.peak_pages} of {self.num_pages} pages "
-            f"held, {self.scrubbed_pages} scrubbed; attention: {backends}; decodes: {decodes}; programs: "
-            f"{programs}",
+            f"held, {self.scrubbed_pages} scrubbed; attention: {backends}; decodes: {decodes}; products: "
+            f"{products}; programs: {programs}",
             *self._sharing(),
         ]
 

@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 
 from kv_control.request import FinishReason
 from maxtext_paged.formats.scores import Scores, own_scores
+from maxtext_paged.printable import printable
 from maxtext_paged.row_fields import KEYS, MAX_ID_CHARACTERS, OPTIONS, OTHER_NAMES, PROMPTS, UNSUPPORTED, token_ids
+from maxtext_paged.row_limits import too_many
 from maxtext_paged.rows import Usage
 
 _SHOWN_CHARACTERS = 60
@@ -71,6 +73,7 @@ class RowError:
 
     Attributes:
       message: one sentence, naming the field and its value.
+        It is made fit to be shown (printable.py): a row may hold anything, and messages are read in terminals.
       code: a word for programs, such as ``bad_value``.
       type: ``invalid_request_error`` where the row is to blame, ``server_error`` where it is not.
     """
@@ -78,6 +81,9 @@ class RowError:
     message: str
     code: str
     type: str = "invalid_request_error"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(self.message))
 
     @property
     def status_code(self) -> int:
@@ -136,7 +142,7 @@ def row_id(key: str, value: Any) -> str | int | None:
         _check_text(key, value)
         if len(value) > MAX_ID_CHARACTERS:
             refuse("bad_value", f"{key}={shown(value)}: must be at most {MAX_ID_CHARACTERS} characters long")
-        if any(letter < " " for letter in value):
+        if any(letter < " " or "\x7f" <= letter <= "\x9f" for letter in value):
             refuse("bad_value", f"{key}={shown(value)}: must be without line breaks and control characters")
     elif abs(value) >= 2**63:
         refuse("bad_value", f"{key}={shown(value)}: must fit 64 bits")
@@ -174,6 +180,9 @@ def input_row(
         if len(prompts) == 1:
             refuse("no_prompt", f"{where}{prompts[0]} is missing")
         refuse("no_prompt", f"a row has exactly one of {', '.join(prompts[:-1])} and {prompts[-1]}, {which}")
+    beyond = too_many(given)
+    if beyond is not None:
+        refuse("too_long", f"{where}{beyond[0]} {beyond[1]}")
     _check_prompt(where, found[0], given[found[0]])
     for key, check in OPTIONS.items():
         wanted = check(given[key]) if key in given else None
@@ -235,7 +244,12 @@ def _unknown(named: str, key: str, value: Any, known: Sequence[str]) -> None:
 
 def shown(value: Any) -> str:
     """A value as messages name it, in part if it is long."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
+    if isinstance(value, str):
+        value = value[: _SHOWN_CHARACTERS + 1]  # not a copy of megabytes for some letters
+    try:
+        text = json.dumps(value, ensure_ascii=True, default=str)
+    except (ValueError, RecursionError):  # a Python caller's: circular, or nested for ever
+        text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 

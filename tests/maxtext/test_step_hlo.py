@@ -61,7 +61,8 @@ def build(backend: str, model: str = "gpt_oss") -> Built:
     program: Any = make_step_program(session.model, params=params, pools=pools, max_num_seqs=session.max_num_seqs)
     replicated = NamedSharding(session.model.mesh, PartitionSpec())
     previous = jax.device_put(np.zeros(session.max_num_seqs, np.int32), replicated)
-    arguments = (prepared.buffer, previous, run_key(None, session.model.mesh), prepared.packing)
+    options = session.runtime._options.rows
+    arguments = (prepared.buffer, previous, options, run_key(None, session.model.mesh), prepared.packing)
     compiled = program.lower(jax.tree.leaves(params), jax.tree.leaves(pools), *arguments).compile()
     return Built(session, prepared, program, arguments, compiled)
 
@@ -116,7 +117,7 @@ def test_sampled_tokens_are_the_same_on_every_device_and_pools_stay_where_they_a
     before = addresses(session.runtime.pools)
     undonated = jax.jit(
         native.program.__wrapped__,
-        static_argnums=5,
+        static_argnums=6,
         out_shardings=(model.pool_sharding, NamedSharding(model.mesh, PartitionSpec())),
     )
     leaves = jax.tree.leaves(session.runtime.params), jax.tree.leaves(session.runtime.pools)

@@ -283,11 +283,11 @@ def test_a_row_is_cancelled_in_the_middle_of_a_step(crew: Any) -> None:
     runtime = crew.session.runtime
     run_step, count = runtime.run_step, [0]
 
-    def running(prepared: Any) -> Any:
+    def running(prepared: Any, **options: Any) -> Any:
         count[0] += 1
         if count[0] == 5:
             from_another_thread(lambda: crew.cancel("row 1"))
-        return run_step(prepared)
+        return run_step(prepared, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "run_step", running)
