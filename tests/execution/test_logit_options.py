@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kv_common.errors import RequestError
 from kv_control.logit_options import MAX_BANNED, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, LogitOptions
@@ -17,6 +18,8 @@ from kv_control.plan import GREEDY, RequestId, SamplingSpec, StepBatch
 from kv_control.request import Request
 from kv_execution.driver import PagedDriver
 from kv_execution.logit_adjust import ENTRIES, OptionRows, adjust_logits, history_size, load_option_row, table_bytes
+from kv_execution.metadata import SamplingInputs
+from kv_execution.sampling import sample
 from kv_execution.top_logprobs import top_logprobs
 from tests.fakes import VOCAB, checksum, make_driver, run_all
 from tests.logit_oracle import changed_logits, greedy_completion
@@ -280,6 +283,46 @@ def test_every_mix_of_options_is_the_numpy_formula() -> None:
         expected.append(logits[i] if plain else changed_logits(logits[i], prompt, output, banned=acting, **options))
     found = jax.jit(adjust_logits)(jnp.asarray(logits), table, jnp.asarray(rows), jnp.asarray(positions))
     np.testing.assert_allclose(np.asarray(found), np.array(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.multi_device
+def test_logits_that_are_sharded_over_the_vocabulary_give_the_same_choices() -> None:
+    """As MaxText's head leaves them on a tensor axis; the table of options is whole on every device."""
+    rng, num, vocab = np.random.default_rng(4), 16, 64
+    logits = (rng.normal(size=(num, vocab)) * 3).astype(np.float32)
+    size = history_size(40)
+    options = OptionRows(
+        ids=rng.integers(0, vocab, (num, ENTRIES)).astype(np.int32),
+        values=np.where(np.arange(ENTRIES) < 6, rng.normal(size=(num, ENTRIES)), 0).astype(np.float32),
+        until=np.where(np.arange(ENTRIES) < 9, 10**6, 0).astype(np.int32).repeat(num).reshape(ENTRIES, num).T,
+        penalties=np.array([[1.5, 0.5, 0.25]] * num, np.float32),
+        num_prompt=np.full(num, 9, np.int32),
+        tokens=rng.integers(0, vocab, (num, size)).astype(np.int32),
+    )
+    sampling = SamplingInputs(
+        temperature=np.where(np.arange(num) % 2, 1.0, 0.0).astype(np.float32),
+        top_k=np.where(np.arange(num) % 4 == 1, 5, 0).astype(np.int32),
+        top_p=np.full(num, 0.9, np.float32),
+        min_p=np.zeros(num, np.float32),
+        seed=np.arange(num, dtype=np.uint32),
+        sample_index=np.zeros(num, np.int32),
+        position=np.full(num, 30, np.int32),
+        options_row=np.where(np.arange(num) % 3, np.arange(num), -1).astype(np.int32),
+        num_top=np.arange(num, dtype=np.int32) % 4,
+    )
+
+    def choose(logits: Any, options: Any) -> Any:
+        key = jax.random.key(0)
+        return *sample(logits, sampling, key, options), *top_logprobs(logits, jnp.asarray(sampling.num_top))
+
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("tensor", "data"))
+    over_vocab, everywhere = (NamedSharding(mesh, spec) for spec in (PartitionSpec(None, "tensor"), PartitionSpec()))
+    spread = jax.jit(choose)(jax.device_put(logits, over_vocab), jax.device_put(options, everywhere))
+    whole = jax.jit(choose)(jnp.asarray(logits), jax.tree.map(jnp.asarray, options))
+    changed = np.asarray(whole[0]) != logits.argmax(axis=-1)
+    assert changed[sampling.temperature == 0].any()  # options act on greedy rows too
+    for found, wanted in zip(spread, whole, strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
 
 
 def test_top_logprobs_are_the_best_of_rows_that_ask_and_ties_go_to_the_smaller_id() -> None:
