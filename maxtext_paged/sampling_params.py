@@ -1,7 +1,7 @@
 """``SamplingParams``: a row's options as one typed value.
 
 For:        Python callers of ``generate`` and ``stream``; the fields are the options of a row, by the same names.
-Not for:    what they mean (docs/files.md) or their checks: row_fields.OPTIONS has both interfaces' (a test compares).
+Not for:    what they mean (docs/row-options.md), or checks: row_fields.OPTIONS has those of both interfaces.
 May import: the standard library, numpy, pydantic, kv_common, maxtext_paged.formats and row_fields.
 """
 
@@ -37,12 +37,12 @@ class SamplingParams(BaseModel, extra="forbid", frozen=True):
       min_p: drop tokens less likely than this share of the likeliest.
       seed: any whole number; None makes one from the prompt's place in the call.
       stop_token_ids: tokens that end the row, besides the engine's end tokens.
-      ignore_eos: no token ends the row.
-      min_tokens: no token ends the row before so many.
+      ignore_eos: the engine's end tokens do not end the row; its own do.
+      min_tokens: no token that would end the row is chosen before so many, and no string counts.
       n: samples, each from a stream of its own under the one seed.
       stop: a string, or several, that end the row; text is cut before them.
       include_stop_str_in_output: text keeps the string that ended it.
-      repetition_penalty, presence_penalty, frequency_penalty, logit_bias: what is done to logits; docs/files.md.
+      repetition_penalty, presence_penalty, frequency_penalty, logit_bias: what is done to logits; docs/row-options.md.
       logprobs: taken as a file's rows have it; generations always carry their tokens' logprobs.
       top_logprobs: alternatives at each generated token.
       prompt_logprobs: the prompt's tokens are scored too.

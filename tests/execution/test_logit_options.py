@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kv_common.errors import RequestError
 from kv_control.logit_options import MAX_BANNED, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, LogitOptions
@@ -17,6 +18,8 @@ from kv_control.plan import GREEDY, RequestId, SamplingSpec, StepBatch
 from kv_control.request import Request
 from kv_execution.driver import PagedDriver
 from kv_execution.logit_adjust import ENTRIES, OptionRows, adjust_logits, history_size, load_option_row, table_bytes
+from kv_execution.metadata import SamplingInputs
+from kv_execution.sampling import sample
 from kv_execution.top_logprobs import top_logprobs
 from tests.fakes import VOCAB, checksum, make_driver, run_all
 from tests.logit_oracle import changed_logits, greedy_completion
@@ -34,7 +37,7 @@ def model(tokens: Any) -> Any:
 
 def driver_of(num_pages: int = 64, **options: Any) -> PagedDriver:
     driver = make_driver(num_pages, **{**SHAPES, **options})
-    driver.runtime.params = jnp.float32(TOP)
+    driver.runtime.update_params(jnp.float32(TOP))
     return driver
 
 
@@ -104,29 +107,26 @@ def test_chunks_and_preemption_change_nothing() -> None:
     assert [generated(done[RequestId(i)]) for i in range(len(PENALTIES))] == [wanted(i) for i in range(len(PENALTIES))]
 
 
-def test_a_step_that_feeds_tokens_the_host_never_saw_counts_them(roomy: PagedDriver) -> None:
-    """As a loop that runs a step ahead does: the token is named by its place in the last step's results."""
-    runtime, before = roomy.runtime, {}
-    blind = 0
+def test_a_step_that_runs_ahead_of_its_rows_last_tokens_counts_them(roomy: PagedDriver) -> None:
+    """The host does not know such a token when the step is built: its place in the last step's results names it."""
+    table, ahead = roomy.runtime._options, 0
+    follow = table.follow
 
-    def hide_tokens(batch: StepBatch) -> StepBatch:
-        nonlocal blind
-        tokens, previous = batch.tokens.copy(), batch.previous_sample.copy()
-        for i, end in enumerate(batch.ends.tolist()):
-            place = before.get((int(batch.rows[i]), int(batch.epochs[i])))
-            if place is not None and batch.num_tokens[i] == 1:
-                tokens[end - 1], previous[i] = VOCAB - 1, place
-                blind += 1
-        sampled = np.flatnonzero(batch.samples)
-        before.clear()
-        before.update(((int(batch.rows[i]), int(batch.epochs[i])), place) for place, i in enumerate(sampled))
-        return replace(batch, tokens=tokens, previous_sample=previous)
+    def counting(batch: StepBatch, previous_tokens: Any) -> None:
+        nonlocal ahead
+        if batch.options is not None:
+            unknown = batch.options.notes & (batch.previous_sample >= 0)
+            assert not batch.tokens[batch.ends[unknown] - 1].any()
+            ahead += int(unknown.sum())
+        follow(batch, previous_tokens)
 
-    prepare = runtime.prepare_step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "prepare_step", lambda batch: prepare(hide_tokens(batch)))
+        patch.setattr(table, "follow", counting)
         done = run_all(roomy, requests())
-    assert blind > 60
+    assert ahead > 60
+    assert [generated(done[RequestId(i)]) for i in range(len(PENALTIES))] == [wanted(i) for i in range(len(PENALTIES))]
+    step_by_step = driver_of(ahead=False)
+    done = run_all(step_by_step, requests())
     assert [generated(done[RequestId(i)]) for i in range(len(PENALTIES))] == [wanted(i) for i in range(len(PENALTIES))]
 
 
@@ -283,6 +283,46 @@ def test_every_mix_of_options_is_the_numpy_formula() -> None:
         expected.append(logits[i] if plain else changed_logits(logits[i], prompt, output, banned=acting, **options))
     found = jax.jit(adjust_logits)(jnp.asarray(logits), table, jnp.asarray(rows), jnp.asarray(positions))
     np.testing.assert_allclose(np.asarray(found), np.array(expected), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.multi_device
+def test_logits_that_are_sharded_over_the_vocabulary_give_the_same_choices() -> None:
+    """As MaxText's head leaves them on a tensor axis; the table of options is whole on every device."""
+    rng, num, vocab = np.random.default_rng(4), 16, 64
+    logits = (rng.normal(size=(num, vocab)) * 3).astype(np.float32)
+    size = history_size(40)
+    options = OptionRows(
+        ids=rng.integers(0, vocab, (num, ENTRIES)).astype(np.int32),
+        values=np.where(np.arange(ENTRIES) < 6, rng.normal(size=(num, ENTRIES)), 0).astype(np.float32),
+        until=np.where(np.arange(ENTRIES) < 9, 10**6, 0).astype(np.int32).repeat(num).reshape(ENTRIES, num).T,
+        penalties=np.array([[1.5, 0.5, 0.25]] * num, np.float32),
+        num_prompt=np.full(num, 9, np.int32),
+        tokens=rng.integers(0, vocab, (num, size)).astype(np.int32),
+    )
+    sampling = SamplingInputs(
+        temperature=np.where(np.arange(num) % 2, 1.0, 0.0).astype(np.float32),
+        top_k=np.where(np.arange(num) % 4 == 1, 5, 0).astype(np.int32),
+        top_p=np.full(num, 0.9, np.float32),
+        min_p=np.zeros(num, np.float32),
+        seed=np.arange(num, dtype=np.uint32),
+        sample_index=np.zeros(num, np.int32),
+        position=np.full(num, 30, np.int32),
+        options_row=np.where(np.arange(num) % 3, np.arange(num), -1).astype(np.int32),
+        num_top=np.arange(num, dtype=np.int32) % 4,
+    )
+
+    def choose(logits: Any, options: Any) -> Any:
+        key = jax.random.key(0)
+        return *sample(logits, sampling, key, options), *top_logprobs(logits, jnp.asarray(sampling.num_top))
+
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("tensor", "data"))
+    over_vocab, everywhere = (NamedSharding(mesh, spec) for spec in (PartitionSpec(None, "tensor"), PartitionSpec()))
+    spread = jax.jit(choose)(jax.device_put(logits, over_vocab), jax.device_put(options, everywhere))
+    whole = jax.jit(choose)(jnp.asarray(logits), jax.tree.map(jnp.asarray, options))
+    changed = np.asarray(whole[0]) != logits.argmax(axis=-1)
+    assert changed[sampling.temperature == 0].any()  # options act on greedy rows too
+    for found, wanted in zip(spread, whole, strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
 
 
 def test_top_logprobs_are_the_best_of_rows_that_ask_and_ties_go_to_the_smaller_id() -> None:

@@ -51,7 +51,7 @@ def session() -> Any:
     from types import SimpleNamespace
 
     driver = make_driver(64, max_num_seqs=4, max_num_batched_tokens=8, prefix_cache=True)
-    driver.runtime.params = driver.runtime.params + np.float32(3.5)
+    driver.runtime.update_params(driver.runtime.params + np.float32(3.5))
     options = SimpleNamespace(paged_file_order="auto")
     control = driver.runtime.control
     return SimpleNamespace(
