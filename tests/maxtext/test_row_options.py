@@ -54,7 +54,14 @@ def session() -> Any:
     driver.runtime.update_params(driver.runtime.params + np.float32(3.5))
     options = SimpleNamespace(paged_file_order="auto")
     control = driver.runtime.control
-    return SimpleNamespace(driver=driver, control=control, runtime=driver.runtime, max_num_seqs=4, options=options)
+    return SimpleNamespace(
+        driver=driver,
+        control=control,
+        runtime=driver.runtime,
+        max_num_seqs=4,
+        options=options,
+        num_native_products=lambda: 0,
+    )
 
 
 def run_file(session: Any, *rows: Any, parquet: bool = False) -> list[dict[str, Any]]:
