@@ -196,7 +196,7 @@ class PagedRuntime:
     ) -> None:
         self.model = model
         self.control = control
-        self._param_leaves, self._params_structure = jax.tree.flatten(params)
+        self._params, self._param_leaves = params, jax.tree.leaves(params)
         self.params_revision = 0
         self.run_key = run_key
         self._backend = backend
@@ -329,15 +329,14 @@ class PagedRuntime:
     @property
     def params(self) -> Params:
         """The weights; others of the same structure, shapes and shardings may take their place."""
-        return jax.tree.unflatten(self._params_structure, self._param_leaves)
+        return self._params
 
     @params.setter
     def params(self, params: Params) -> None:
-        leaves, structure = jax.tree.flatten(params)
-        structures: set[object] = {structure, self._params_structure}
+        structures: set[object] = {jax.tree.structure(params), jax.tree.structure(self._params)}
         if len(structures) > 1:
             raise ConfigError("these weights are another model's: their tree differs")
-        self._param_leaves = leaves
+        self._params, self._param_leaves = params, jax.tree.leaves(params)
 
     @property
     def pools(self) -> Pools:

@@ -183,6 +183,7 @@ class PagedMaxEngine(MaxEngine):
             )
         while not full and not request.num_generated and not request.finished:
             worker.step()
+            worker.settle()  # its token, and not a step more of the others
             full = request.status is RequestStatus.WAITING  # not let in, or sent back for older ones
         if full:
             session.driver.cancel(request.id)

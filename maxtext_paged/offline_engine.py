@@ -151,7 +151,7 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         self.worker: Any = PagedInferenceWorker(self.session, self.eos_ids, reader)  # MaxText's, if dense
         self._runner = PromptRunner(
             self.worker,
-            tokenizer=self.tokenizer,
+            tokenizer=reader,
             defaults=self._defaults,
             turns=self._turns,
             check=self._running_session,

@@ -84,6 +84,7 @@ def test_serving_that_ran_on_the_reference_unasked_is_no_figure(
     assert "FAILED: paged: attention ran on the jnp reference" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:`with mesh:` context manager:DeprecationWarning")  # MaxText 0.2.5's engine
 def test_the_dense_arm_gives_maxtexts_own_tokens_and_compiles_nothing_after_warm_up() -> None:
     from benchmarks.dense_arm import DenseArm
 

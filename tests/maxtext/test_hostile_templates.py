@@ -176,6 +176,7 @@ def test_threads_get_their_own_texts(renderer: TemplateRenderer) -> None:
     assert found == {number: str(number) for number in range(4)}
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # jax may run in this process; the child uses none of it
 def test_a_fork_has_a_renderer_of_its_own(renderer: TemplateRenderer) -> None:
     assert renderer.render(GOOD, {"messages": CHAT}) == "hello"
     assert renderer._child is not None
