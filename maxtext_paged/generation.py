@@ -63,9 +63,11 @@ class Generation:
         return self.error is None
 
     @classmethod
-    def of(cls, result: RowResult, tokenizer: Tokenizer | None, *, echo: str | None = None) -> Generation:
-        """A row's result with its text, behind ``echo``."""
-        samples = tuple(cls.of(sample, tokenizer, echo=echo) for sample in result.samples)
+    def of(
+        cls, result: RowResult, tokenizer: Tokenizer | None, *, named: bool = True, echo: str | None = None
+    ) -> Generation:
+        """A row's result with its text, behind ``echo``; its id only where the caller gave it one (``named``)."""
+        samples = tuple(cls.of(sample, tokenizer, named=named, echo=echo) for sample in result.samples)
         if samples:
             failed = next((sample for sample in samples if sample.error is not None), None)
             first = replace(samples[0], usage=result.usage, finish_reason=result.finish_reason, samples=samples)
@@ -74,7 +76,7 @@ class Generation:
         num_prompt = len(result.token_ids) - len(result.completion_ids)
         return cls(
             index=result.row.index,
-            id=_id_of(result.row),
+            id=_id_of(result.row) if named else None,
             text=text,
             token_ids=result.completion_ids,
             logprobs=result.logprobs[num_prompt:],

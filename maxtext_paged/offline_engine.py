@@ -295,7 +295,8 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
         return [CompletionOutput.of(result) for result in results]
 
     def cancel(self, row_id: Any) -> None:
-        """End a row of the call under way, from any thread: its ``InputData.id``, or an array's place in the call.
+        """End a row of the calls under way, from any thread: by its id (``InputData.id``, or a prompt's own), or by its
+        place in the call where it has none.
 
         Its output says "cancelled" and has what it got by then; a row that has not started yet is not run. Ids that
         the call does not have, or whose row has ended, are ignored.

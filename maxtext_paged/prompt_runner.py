@@ -97,13 +97,14 @@ class PromptRunner:
                 if isinstance(row, BadRow):
                     found.append(Generation.refused(row))
                 else:
-                    yield row
+                    yield _with_place(row)
 
         with self._turns:
             self._check()
             for result in self._worker.complete(self._worker.in_file_order(rows())):
-                echo = self._echo(sources[result.row.index], result.row)
-                found.append(Generation.of(result, self._tokenizer, echo=echo))
+                source = sources[result.row.index]
+                echo = self._echo(source, result.row)
+                found.append(Generation.of(result, self._tokenizer, named=source.id is not None, echo=echo))
         return sorted(found, key=lambda generation: generation.index)
 
     def stream(
@@ -131,6 +132,7 @@ class PromptRunner:
     ) -> Generator[Generation, None, None]:
         refused: dict[int, BadRow] = {}
         echoes: dict[int, str] = {}
+        unnamed: set[int] = set()
         under_way: dict[int, int] = {}  # digests of ids, and whose they are
 
         def rows() -> Iterator[Row | RowResult]:
@@ -153,17 +155,27 @@ class PromptRunner:
                     echo = self._echo(source, row)
                     if echo is not None:
                         echoes[index] = echo
-                    yield row
+                    if source.id is None:
+                        unnamed.add(index)
+                    yield _with_place(row)
 
         completed = self._worker.complete(rows(), lambda _: stop_if_closing())
         try:
             for result in completed:
-                bad = refused.pop(result.row.index, None)
+                index = result.row.index
+                bad = refused.pop(index, None)
                 if bad is None:
-                    if result.row.id is not None:
+                    named = index not in unnamed
+                    unnamed.discard(index)
+                    if named:
                         under_way.pop(id_digest(result.row.id), None)  # type: ignore[arg-type]  # str or int
-                    yield Generation.of(result, self._tokenizer, echo=echoes.pop(result.row.index, None))
+                    yield Generation.of(result, self._tokenizer, named=named, echo=echoes.pop(index, None))
                 else:
                     yield Generation.refused(bad)
         finally:
             completed.close()
+
+
+def _with_place(row: Row) -> Row:
+    """A row that ``cancel`` can name: by its place, where the caller gave it no id."""
+    return replace(row, id=row.index) if row.id is None else row

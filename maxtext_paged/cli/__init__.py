@@ -126,6 +126,12 @@ where the output's name ends in .parquet, written (docs/files.md).
     generate.add_argument(
         "--resume-anyway", action="store_true", help="as --resume, also where model, options or input have changed"
     )
+    generate.add_argument(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="obtain all programs before the first row; without it, each when a step first needs it",
+    )
     generate.add_argument("--no-progress", action="store_true", help="say nothing while running")
     generate.add_argument(
         "--progress-interval",

@@ -23,6 +23,7 @@ from maxtext_paged.cli.model import open_model
 from maxtext_paged.cli.output import Output, PipedOutput, claim_output
 from maxtext_paged.cli.progress import PLAIN_INTERVAL_S, JobProgress
 from maxtext_paged.cli.run_file import run_id
+from maxtext_paged.cli.warming import warm_up
 from maxtext_paged.cli.watching import Watching, check_shown_paths
 from maxtext_paged.formats import OWN, BadRow, Choice, Form, InputRow, RowError, Writable, write_line
 from maxtext_paged.formats.sources import open_source
@@ -76,6 +77,8 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
             say(f"{arguments.output} is complete: nothing is left to do")
             return _complete(counts, output)
         engine = model.start()
+        if arguments.warmup:
+            warm_up(engine.session, sys.stderr, enabled=not arguments.no_progress)
         run["model"] = {"weights": engine.weights}
         recorder = Recorder(counts)
         watching = Watching(recorder, arguments, run, model.facts)

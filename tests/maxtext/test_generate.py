@@ -549,3 +549,18 @@ def test_a_callers_program_is_checked_against_our_types(tmp_path: Path) -> None:
     first_wrong = USER.count("\n") + 1
     wrong = [int(line.split(":")[1]) for line in lines[1:] if " error: " in line]
     assert wrong == [first_wrong + i for i in range(WRONG.count("\n"))]
+
+
+def test_a_prompt_without_an_id_is_cancelled_by_its_place(offline_engine: OfflineEngine) -> None:
+    """And no other: its id stays None in what comes back."""
+    worker, step = offline_engine.worker, offline_engine.worker.step
+
+    def stepping() -> None:
+        offline_engine.cancel(1)
+        step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "step", stepping)
+        found = offline_engine.generate([[5, 6], [7, 8], [9, 10]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert [one.finish_reason for one in found] == ["length", "cancelled", "length"]
+    assert [one.id for one in found] == [None] * 3
