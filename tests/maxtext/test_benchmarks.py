@@ -74,6 +74,7 @@ def test_the_paged_arm_of_serving_records_what_was_measured(config: str, record:
     assert {"jax", "maxtext", "numpy"} <= set(found["environment"]["versions"]) and found["environment"]["device"]
 
 
+@pytest.mark.long
 def test_serving_that_ran_on_the_reference_unasked_is_no_figure(
     config: str, record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +85,7 @@ def test_serving_that_ran_on_the_reference_unasked_is_no_figure(
     assert "FAILED: paged: attention ran on the jnp reference" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:`with mesh:` context manager:DeprecationWarning")  # MaxText 0.2.5's engine
+@pytest.mark.filterwarnings("ignore:.with mesh.. context manager:DeprecationWarning")  # MaxText 0.2.5's engine
 def test_the_dense_arm_gives_maxtexts_own_tokens_and_compiles_nothing_after_warm_up() -> None:
     from benchmarks.dense_arm import DenseArm
 
@@ -110,6 +111,7 @@ def test_the_dense_arm_gives_maxtexts_own_tokens_and_compiles_nothing_after_warm
 # --- capacity ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_capacity_counts_requests_at_once_against_pages(config: str, record: Path) -> None:
     from benchmarks.capacity import main
 
@@ -154,6 +156,7 @@ def test_an_arm_of_the_decode_matrix_that_ran_the_other_fails(
 # --- the others --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_prefix_benchmark_compares_on_with_off(
     config: str, record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
