@@ -153,6 +153,11 @@ class PagedDriver:
             check_invariants(self.runtime.control, self.scheduler)
         return self.pop_finished()
 
+    @property
+    def fills_pipe(self) -> bool:
+        """Whether the next ``step`` only dispatches, because none is in flight that it could read."""
+        return self._ahead and self._in_flight is None
+
     def settle(self) -> list[Request]:
         """Read the step in flight, if there is one, and dispatch none: what was computed is counted.
 

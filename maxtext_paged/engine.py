@@ -207,6 +207,8 @@ class PagedMaxEngine(MaxEngine):
         """
         worker, scheduler = self._worker(), self._started().driver.scheduler
         if any(stream.starved for stream in self._streams.values()):
+            if self._started().driver.fills_pipe:
+                worker.step()
             worker.step()
         while True:
             pieces = [piece for stream in self._streams.values() if (piece := stream.next()) is not None]
