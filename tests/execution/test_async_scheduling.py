@@ -152,3 +152,39 @@ def test_settling_reads_what_is_in_flight_and_the_loop_goes_on_from_there() -> N
         driver.settle()
     assert request.tokens[3:].tolist() == completion(prompt, 6)
     assert driver.settle() == []
+
+
+@pytest.mark.parametrize("length", [12, 13])
+def test_a_prompt_that_is_only_scored_ends_with_its_last_chunk_not_with_the_one_before(length: int) -> None:
+    """When the last chunk but one is read, the last one is in flight: all is computed, and not all is known."""
+    scored = []
+    for ahead in (True, False):
+        driver = make_driver(num_pages=16, prefill_chunk_tokens=2, ahead=ahead)
+        request = Request(RequestId(1), np.arange(3, 3 + length), max_tokens=0, want_prompt_logprobs=True)
+        run_all(driver, [request])
+        assert np.isfinite(request.prompt_logprobs[1:]).all()
+        scored.append(request.prompt_logprobs[1:].tolist())
+    assert scored[0] == scored[1]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_samples_of_a_prompt_wait_for_its_logprobs_that_are_in_flight(ahead: bool) -> None:
+    """They would compute the prompt again otherwise, each for itself."""
+    driver = make_driver(num_pages=64, ahead=ahead)
+    prompt, sampling = np.arange(5, 17), SamplingSpec(temperature=20.0, seed=1)
+    requests = [
+        Request(
+            RequestId(i),
+            prompt,
+            SamplingSpec(temperature=20.0, seed=1, sample_index=i) if i else sampling,
+            max_tokens=4,
+            want_prompt_logprobs=True,
+            group=0,
+        )
+        for i in range(4)
+    ]
+    run_all(driver, requests)
+    assert driver.metrics.num_shared_tokens == 3 * (len(prompt) - 1)
+    assert driver.metrics.num_prefill_tokens == len(prompt) + 3
+    for request in requests[1:]:
+        np.testing.assert_array_equal(request.prompt_logprobs, requests[0].prompt_logprobs)
