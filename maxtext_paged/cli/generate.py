@@ -22,7 +22,7 @@ from maxtext_paged.cli.interruption import Interrupted, Interruption
 from maxtext_paged.cli.model import open_model
 from maxtext_paged.cli.output import Output, PipedOutput, claim_output
 from maxtext_paged.cli.progress import PLAIN_INTERVAL_S, JobProgress
-from maxtext_paged.cli.run_file import run_id
+from maxtext_paged.cli.run_file import made_with, run_id
 from maxtext_paged.cli.warming import warm_up
 from maxtext_paged.cli.watching import Watching, check_shown_paths
 from maxtext_paged.formats import OWN, BadRow, Choice, Form, InputRow, RowError, Writable, write_line
@@ -91,7 +91,7 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
             recorder=recorder,
             watching=watching,
             earlier=earlier,
-            output=output.begin(run),
+            output=output.begin(run, made_with(arguments)),
             form=source.form.of_run(run_id(run)),
             interruption=interruption,
             progress=JobProgress(checked.num_rows, sys.stderr, enabled=not arguments.no_progress, interval=interval),

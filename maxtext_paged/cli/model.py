@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from maxtext_paged.cli.run_file import Fingerprint
 from maxtext_paged.intake import Intake, Tokenizer
 
 if TYPE_CHECKING:
-    from maxtext_paged.session import PagedSession
+    from maxtext_paged.session import PagedAssembly, PagedSession
     from maxtext_paged.worker import PagedInferenceWorker
 
 
@@ -45,6 +46,7 @@ class Model:
       identity: what of it decides the results, as a run's fingerprint has it.
       start: loads the weights and allocates the pool; a CommandError where that fails.
       facts: heading to name to value of what it runs on, for the report.
+      assembly: what ``start`` starts, where that is in this process.
     """
 
     tokenizer: Tokenizer
@@ -52,15 +54,16 @@ class Model:
     identity: Fingerprint
     start: Callable[[], Engine]
     facts: Callable[[], Mapping[str, Mapping[str, str]]] = dict
+    assembly: PagedAssembly | None = None
 
 
-def open_model(path: str, overrides: Sequence[str]) -> Model:
-    """Read the configuration.
+def open_model(path: str, overrides: Sequence[str], *, level: int = logging.INFO) -> Model:
+    """Read the configuration; log lines are shown from ``level`` on.
 
     Raises:
       CommandError, ConfigError, UnsupportedError: in one line, what is wrong with it.
     """
-    prepare_environment()
+    prepare_environment(level)
     import_maxtext()
     from maxtext_paged.processes import require_one_process
     from maxtext_paged.sampling_defaults import default_sampling
@@ -84,6 +87,7 @@ def open_model(path: str, overrides: Sequence[str]) -> Model:
         },
         lambda: _start(assembly, tokenizer),
         lambda: _facts(assembly),
+        assembly,
     )
 
 

@@ -1,0 +1,279 @@
+"""``maxtext-paged verify``: an output that this package wrote agrees with MaxText's dense forward, a changed one does
+not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxtext_paged.cli import CommandError
+from maxtext_paged.cli.sampled_records import SampledRecords, Share
+from maxtext_paged.dense_forward import DenseForward
+from maxtext_paged.replay import judge
+from tests.cli_runs import POOL, driver, environment, finished, records, tiny_model
+from tests.parity import log_softmax
+from tests.tiny_models import dense_model, make_config, make_mesh
+
+pytestmark = pytest.mark.maxtext
+
+PROMPT = "the cat and the dog"
+ROWS: list[dict[str, Any]] = [
+    {"id": "greedy", "prompt": PROMPT, "max_tokens": 10},
+    {"id": "greedy, scored", "prompt": "the dog", "max_tokens": 6, "logprobs": True, "prompt_logprobs": True},
+    {"id": "echo", "prompt": "the cat", "max_tokens": 5, "echo": True, "logprobs": True},
+    {"id": "two", "prompt": "abc", "max_tokens": 4, "n": 2},
+    {"id": "sampled", "prompt": "abc", "max_tokens": 6, "temperature": 1},
+    {"id": "sampled, scored", "prompt": "abc", "max_tokens": 6, "temperature": 1, "logprobs": True},
+    {"id": "penalties", "prompt": PROMPT, "max_tokens": 6, "repetition_penalty": 1.5},
+    {"id": "bias", "prompt": PROMPT, "max_tokens": 4, "logit_bias": {"7": 50}},
+    {"id": "min", "prompt": PROMPT, "max_tokens": 4, "min_tokens": 2},
+    {"id": "none", "prompt": "abc", "max_tokens": 0},
+    {"id": "failed", "prompt": "abc", "max_tokens": -1},
+    {"id": "last", "prompt": "a cat", "max_tokens": 8},
+]
+
+
+def changed(place: Path, name: str, change: Callable[[dict[str, dict[str, Any]]], None]) -> Path:
+    """A copy of the output in which something was changed."""
+    found = {record["id"]: record for record in records((place / "out.jsonl").read_bytes())}
+    change(found)
+    path = place / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in found.values()))
+    shutil.copy(place / "out.jsonl.run.json", f"{path}.run.json")
+    return path
+
+
+def another_token(found: dict[str, dict[str, Any]]) -> None:
+    """One token of one row, and the text with it."""
+    row = found["greedy"]
+    row["token_ids"][4] = row["token_ids"][4] % 50 + 20
+    row["text"] = tiny_model().tokenizer.decode(row["token_ids"])
+
+
+def another_text(found: dict[str, dict[str, Any]]) -> None:
+    found["sampled"]["text"] += "x"
+
+
+def another_sampled_token(found: dict[str, dict[str, Any]]) -> None:
+    row = found["sampled, scored"]
+    row["token_ids"][2] = row["token_ids"][2] % 50 + 20
+    row["text"] = tiny_model().tokenizer.decode(row["token_ids"])
+
+
+def another_prompt_logprob(found: dict[str, dict[str, Any]]) -> None:
+    found["greedy, scored"]["prompt_logprobs"][1] -= 0.01
+
+
+def other_places(found: dict[str, dict[str, Any]]) -> None:
+    """Two answers exchanged, as a careless join would."""
+    one, two = found["greedy"], found["last"]
+    for key in ("text", "token_ids", "finish_reason", "usage"):
+        one[key], two[key] = two[key], one[key]
+
+
+CHANGES = [another_token, another_text, another_sampled_token, another_prompt_logprob, other_places]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """A job, copies of its output with one thing changed each, and what ``verify`` says of all of them."""
+    place = tmp_path_factory.mktemp("verify")
+    (place / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    words = ["generate", tiny_model().config, "-i", "in.jsonl", "-o", "out.jsonl", *POOL, "--no-progress"]
+    ended = finished(
+        subprocess.run(driver(place, [words]), capture_output=True, cwd=place, env=environment(), check=False), place
+    )
+    assert ended.code == 1, ended.err  # one row failed
+    (place / "other.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    all_rows = ["--sample", "100%"]
+    commands = {
+        "whole": ["verify", str(place / "out.jsonl"), *all_rows, "--json"],
+        "shown": ["verify", str(place / "out.jsonl"), *all_rows],
+        "other input": ["verify", str(place / "out.jsonl"), *all_rows, "-i", str(place / "other.jsonl")],
+    }
+    for change in CHANGES:
+        path = changed(place, change.__name__, change)
+        commands[change.__name__] = ["verify", str(path), *all_rows, "--json"]
+    commands["another token, shown"] = ["verify", str(place / "another_token.jsonl"), *all_rows]
+    (place / "elsewhere").mkdir()
+    process = subprocess.run(
+        driver(place, list(commands.values()), capture=True),
+        capture_output=True,
+        cwd=place / "elsewhere",
+        env=environment(),
+        check=False,
+    )
+    report = finished(process, place).report
+    assert report, process.stderr.decode()
+    return dict(zip(commands, report["commands"], strict=True))
+
+
+@pytest.mark.slow
+def test_every_row_of_a_run_agrees_and_those_that_cannot_be_verified_are_counted(job: dict[str, Any]) -> None:
+    assert job["whole"]["code"] == 0, job["whole"]["err"]
+    found = json.loads(job["whole"]["out"])
+    assert (found["records"], found["failed"], found["drawn"]) == (12, 1, 11)
+    assert found["differ"] == []
+    assert found["without"] == {
+        "sampled": 1,
+        "penalties": 1,
+        "logit_bias": 1,
+        "min_tokens": 1,
+        "nothing was generated": 1,
+    }
+    assert found["replayed"] == 6 and found["by_logprobs"] == 1
+    assert found["tokens"] == 10 + 6 + 5 + 2 * 4 + 8  # tokens of the greedy rows, if none ended early
+    assert found["worst_margin"]["value"] < 1e-4
+    assert found["logprobs"] > 20 and 0 < found["worst_logprob"]["value"] < 1e-4
+
+
+@pytest.mark.slow
+def test_one_changed_token_is_found_and_named(job: dict[str, Any]) -> None:
+    assert job["another_token"]["code"] == 1
+    [wrong] = json.loads(job["another_token"]["out"])["differ"]
+    assert (wrong["index"], wrong["id"], wrong["place"]) == (0, "greedy", 4)
+    assert wrong["best"] != wrong["token"] and wrong["margin"] > 100 * wrong["bound"]
+    shown = job["another token, shown"]["out"]
+    assert 'row 0 (line 1) id="greedy": a token is not the likeliest: token 4 is ' in shown
+    assert "rows that differ beyond ties: 1" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "rows", "says"),
+    [
+        ("another_text", ["sampled"], "its text is not that of its tokens"),
+        ("another_sampled_token", ["sampled, scored"], "logprobs differ"),
+        ("another_prompt_logprob", ["greedy, scored"], "1 logprobs differ"),
+        ("other_places", ["greedy", "last"], "a token is not the likeliest"),
+    ],
+)
+def test_other_changes_are_found_too(job: dict[str, Any], change: str, rows: list[str], says: str) -> None:
+    assert job[change]["code"] == 1
+    differ = json.loads(job[change]["out"])["differ"]
+    assert [wrong["id"] for wrong in differ] == rows
+    assert all(says in wrong["what"] for wrong in differ)
+
+
+@pytest.mark.slow
+def test_another_input_is_refused_by_what_differs(job: dict[str, Any]) -> None:
+    assert job["other input"]["code"] == 2
+    assert "was made with something else: input sha256" in job["other input"]["err"]
+
+
+@pytest.mark.slow
+def test_what_is_shown_names_each_count_once(job: dict[str, Any]) -> None:
+    assert job["shown"]["code"] == 0
+    shown = job["shown"]["out"].splitlines()
+    assert shown[0].endswith("11 of 11 answered rows drawn, 6 replayed")
+    assert "37 of 37 (100.000%) are the dense forward's likeliest, 0 within a tie" in shown[1]
+    assert "not verifiable: 1 rows (sampled, and no logprobs)" in shown
+    assert shown[-1] == "rows that differ beyond ties: 0"
+
+
+# --- the yardstick ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def forward_of(block: str) -> DenseForward:
+    config = make_config(block)
+    return DenseForward(config, make_mesh(config))
+
+
+@pytest.mark.parametrize("block", ["llama2", "gemma2"])
+def test_dense_scores_are_those_of_maxtexts_forward_in_training_mode(block: str) -> None:
+    """Against a model that MaxText itself made, with other code around it (tests/tiny_models.py)."""
+    dense = dense_model(block)
+    forward = forward_of(block)
+    tokens = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
+    scores = forward.scores(dense._params, tokens)
+    logits = dense.logits(tokens, pad_to=64)
+    assert scores.best.tolist() == logits[:-1].argmax(axis=-1).tolist()
+    rows = np.arange(len(tokens) - 1)
+    np.testing.assert_allclose(scores.logprobs, log_softmax(logits)[rows, tokens[1:]], atol=1e-5)
+    np.testing.assert_allclose(scores.margins, logits[:-1].max(axis=-1) - logits[rows, tokens[1:]], atol=1e-5)
+    assert scores.scale == pytest.approx(np.abs(logits).max(), rel=1e-5)
+
+
+def test_a_tie_is_no_difference_and_what_is_beyond_it_is_one() -> None:
+    dense = dense_model()
+    forward = forward_of("llama2")
+    prompt = [5, 6, 7]
+    tokens = np.array([*prompt, *np.argsort(dense.logits(prompt)[-1])[-2:-1]], np.int32)  # the second best
+    scores = forward.scores(dense._params, tokens)
+    margin = float(scores.margins[-1])
+    assert margin > 0
+    tie = margin / scores.scale / 2
+    within = judge(scores, tokens, 3, error=tie * 1.01, argmax=True)
+    assert within.agrees and within.num_ties == 1 and within.worst_margin == pytest.approx(margin)
+    beyond = judge(scores, tokens, 3, error=tie * 0.99, argmax=True)
+    assert not beyond.agrees and beyond.num_ties == 0
+    assert beyond.difference is not None and beyond.difference.place == 0
+    assert judge(scores, tokens, 3, error=tie * 0.99, argmax=False).agrees
+
+
+# --- the draw --------------------------------------------------------------------------------------------------
+
+
+def write_output(path: Path, num: int, *, failed: int = 0, order: int = 1) -> None:
+    rows = [{"index": i, "error": {"code": "x"} if i < failed else None, "id": f"r{i}"} for i in range(num)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[::order]))
+
+
+def test_a_draw_is_the_same_in_whatever_order_records_stand(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    drawn = []
+    for order in (1, -1):
+        write_output(path, 1000, order=order)
+        found = SampledRecords(str(path), Share.parse("5%"), 3)
+        assert len(found) == 50 and all(found.record(i)["id"] == f"r{i}" for i in found.indices)
+        drawn.append(found.indices)
+    assert drawn[0] == drawn[1]
+    other = SampledRecords(str(path), Share.parse("5%"), 4)
+    assert other.indices != drawn[0]
+    assert len(SampledRecords(str(path), Share.parse("7"), 4)) == 7
+
+
+def test_failed_rows_are_counted_and_not_drawn_and_a_torn_record_was_never_there(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    write_output(path, 20, failed=5)
+    path.write_bytes(path.read_bytes() + b'{"index": 20, "er')
+    found = SampledRecords(str(path), Share.parse("100%"), 0)
+    assert (found.num_records, found.num_failed, found.indices) == (20, 5, set(range(5, 20)))
+
+
+def test_records_that_stand_twice_and_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    write_output(path, 3)
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(CommandError, match="two records are of one row"):
+        SampledRecords(str(path), Share.parse("100%"), 0)
+    path.write_text('{"prompt": "no record"}\n')
+    with pytest.raises(CommandError, match="no record of this command"):
+        SampledRecords(str(path), Share.parse("100%"), 0)
+
+
+def test_a_parquet_output_is_drawn_from_as_its_lines_would_be(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "out.parquet"
+    table = pyarrow.table({"index": list(range(100)), "error": [None] * 100, "id": [f"r{i}" for i in range(100)]})
+    parquet.write_table(table, path, row_group_size=7)
+    write_output(tmp_path / "out.jsonl", 100)
+    found = SampledRecords(str(path), Share.parse("10"), 1)
+    assert found.indices == SampledRecords(str(tmp_path / "out.jsonl"), Share.parse("10"), 1).indices
+    assert all(found.record(i)["id"] == f"r{i}" for i in found.indices)
+
+
+@pytest.mark.parametrize("text", ["0", "0%", "101%", "-1", "some", ""])
+def test_a_share_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a number of rows, or a percentage"):
+        Share.parse(text)
