@@ -68,6 +68,12 @@ def _seconds(text: str) -> float:
     return _above_0(text, " of seconds")
 
 
+def _replicas(text: str) -> str:
+    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= 256):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be auto, or a number from 1 to 256")
+    return text
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"{message} (see `{self.prog} --help`)")
@@ -142,6 +148,12 @@ where the output's name ends in .parquet, written (docs/files.md).
         action=argparse.BooleanOptionalAction,
         default=False,
         help="obtain all programs before the first row; without it, each when a step first needs it",
+    )
+    generate.add_argument(
+        "--replicas",
+        type=_replicas,
+        metavar="N|auto",
+        help="run N engines, each in a process on its share of devices and cores; auto: one for each group of devices",
     )
     generate.add_argument("--no-progress", action="store_true", help="say nothing while running")
     generate.add_argument(

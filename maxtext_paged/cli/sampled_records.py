@@ -108,7 +108,7 @@ class SampledRecords:
             return self._held[self._places[index]]
         with open(self._path, "rb") as file:
             file.seek(self._places[index])
-            return _whole.decode(file.readline())  # type: ignore[no-any-return]
+            return _whole.decode(file.readline())
 
     # --- how -----------------------------------------------------------------------------------------
 
@@ -133,7 +133,8 @@ class SampledRecords:
                 place += 1
 
     def _take_parquet(self, places: set[int]) -> dict[int, dict[str, Any]]:
-        found, place = {}, 0
+        found: dict[int, dict[str, Any]] = {}
+        place = 0
         for batch in self._opened().iter_batches(use_threads=False):
             here = [at for at in range(batch.num_rows) if place + at in places]
             found |= {place + at: row for at, row in zip(here, batch.take(here).to_pylist(), strict=True)}

@@ -21,7 +21,7 @@ import numpy as np
 
 from maxtext_paged.cli import CommandError, ExitCode, say
 from maxtext_paged.cli.configuration import check_arguments
-from maxtext_paged.cli.files import STANDARD, open_input
+from maxtext_paged.cli.files import STANDARD, open_input, rows_path
 from maxtext_paged.cli.run_file import SUFFIX, RunFile, differences
 from maxtext_paged.cli.sampled_records import SampledRecords, Share
 from maxtext_paged.formats import OWN, BadRow, InputRow
@@ -95,6 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(f"--sample {error}") from error
     output = os.path.abspath(arguments.output)
+    if not (Path(output).is_file() or Path(rows_path(output)).is_file()):
+        raise CommandError(f"{arguments.output}: no such output")
     run_file = RunFile(output)
     run_file.read()
     config, source_path, overrides = _places(arguments, run_file)
@@ -126,7 +128,7 @@ def _places(arguments: argparse.Namespace, run_file: RunFile) -> tuple[str, str,
     for value, option in ((config, "--config CONFIG.yml"), (source, "-i INPUT")):
         if value is None or value == STANDARD:
             raise CommandError(f"{arguments.output}{SUFFIX} does not say where it came from: give {option}")
-    overrides = list(arguments.overrides)
+    overrides, config, source = list(arguments.overrides), str(config), str(source)
     if arguments.config is None:
         overrides = [*made.get("overrides", ()), *overrides]
         config, source = os.path.abspath(config), os.path.abspath(source)
@@ -134,7 +136,7 @@ def _places(arguments: argparse.Namespace, run_file: RunFile) -> tuple[str, str,
             os.chdir(made["directory"])  # the configuration may name files from there
     if not Path(source).is_file():
         raise CommandError(f"{source}: no such input file; give -i INPUT")
-    return str(config), str(source), overrides
+    return config, source, overrides
 
 
 def open_yardstick(config_path: str, overrides: Sequence[str], tolerance: float | None) -> Yardstick:

@@ -248,6 +248,23 @@ FIGURES: tuple[Figure, ...] = (
         "Matrix products of few rows that our kernel computed; the others were XLA's.",
         lambda c: c.native_products,
     ),
+    _run("gauge", "replicas", "replicas", "processes", "Processes that run rows.", lambda c: c.replicas),
+    _run(
+        "counter",
+        "replica_deaths",
+        "replica_deaths_total",
+        "processes",
+        "Processes of them that died.",
+        lambda c: len(c.replica_deaths),
+    ),
+    _run(
+        "counter",
+        "returned_rows",
+        "returned_rows_total",
+        "rows",
+        "Unfinished rows of processes that died, which went back to be run again.",
+        lambda c: c.returned_rows,
+    ),
     _run(
         "counter",
         "programs",
