@@ -25,7 +25,7 @@ def main(config: str, prompts: str, answers: str, engines: str = "1") -> int:
         fn_constructor_kwargs={"params": {"max_tokens": 32}},
         batch_format="pyarrow",
         batch_size=256,
-        concurrency=int(engines),
+        compute=ray.data.ActorPoolStrategy(size=int(engines)),
     )
     counts = write(rows, answers)
     print(f"{counts['rows']} rows, {counts['failed']} failed")

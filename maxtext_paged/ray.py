@@ -5,7 +5,7 @@
     rows = ray.data.read_parquet("prompts/")
     rows = grouped(unfinished(rows, "answers/"))
     rows = rows.map_batches(Generate, fn_constructor_args=["model/config.yml"], batch_format="pyarrow",
-                            batch_size=256, concurrency=8)
+                            batch_size=256, compute=ray.data.ActorPoolStrategy(size=8))
     print(write(rows, "answers/"))
 
 For:        ``map_batches``: rows like those of a file (docs/files.md), each with its own error where it fails.
@@ -189,7 +189,8 @@ def unfinished(dataset: Any, folder: str | os.PathLike[str]) -> Any:
     import ray
 
     kept = ray.put(done)
-    return dataset.map_batches(_Without, fn_constructor_args=[kept], batch_format="pyarrow", concurrency=1)
+    one = ray.data.ActorPoolStrategy(size=1)
+    return dataset.map_batches(_Without, fn_constructor_args=[kept], batch_format="pyarrow", compute=one)
 
 
 class _Without:

@@ -117,7 +117,7 @@ def main(plan: dict[str, Any]) -> None:
         fn_constructor_kwargs=real if "config" in plan else stand_in,
         batch_format="pyarrow",
         batch_size=plan["batch"],
-        concurrency=plan["actors"],
+        compute=ray.data.ActorPoolStrategy(size=plan["actors"]),
     )
     began = time.monotonic()
     counts = write(rows, plan["answers"])

@@ -117,7 +117,12 @@ def run(place: Path, **plan: Any) -> dict[str, Any]:
         **plan,
     }
     words = [sys.executable, str(ROOT / "tests" / "ray_job.py"), json.dumps(plan)]
-    env = environment(RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_USAGE_STATS_ENABLED="0", JAX_PLATFORMS="cpu")
+    env = environment(
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_AUTH_MODE="disabled",
+        JAX_PLATFORMS="cpu",
+    )
     ended = subprocess.run(words, capture_output=True, text=True, env=env, check=False, timeout=280)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return json.loads((place / "report.json").read_text())
