@@ -100,7 +100,7 @@ class Generate:
         names = [name for name in batch.column_names if name in KEYS]
         rows = [self._row(row) for row in batch.select(names).to_pylist()] if names else [{}] * batch.num_rows
         results = self.engine.generate(rows)
-        columns = {name: [] for name in RESULT_COLUMNS}
+        columns: dict[str, list[Any]] = {name: [] for name in RESULT_COLUMNS}
         for result in results:
             for name, value in _result(result).items():
                 columns[name].append(value)

@@ -96,7 +96,8 @@ class Rollouts:
 
                 self._dense = DenseForward(session.config, session.model.mesh)
             gap, total = LogprobGap(), 0.0
-            count, largest, where = 0, 0.0, (None, None)
+            count, largest = 0, 0.0
+            where: tuple[int | None, int | None] = (None, None)
             for result in _samples(results):
                 tokens = np.concatenate([result.prompt_token_ids, result.token_ids])
                 scores = self._dense.scores(session.runtime.params, tokens)
