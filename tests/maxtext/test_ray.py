@@ -121,6 +121,7 @@ def run(place: Path, **plan: Any) -> dict[str, Any]:
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
         RAY_USAGE_STATS_ENABLED="0",
         RAY_AUTH_MODE="disabled",
+        RAY_raylet_start_wait_time_s="120",  # a busy machine
         JAX_PLATFORMS="cpu",
     )
     ended = subprocess.run(words, capture_output=True, text=True, env=env, check=False, timeout=280)
