@@ -1,4 +1,4 @@
-"""Which records of an output ``maxtext-paged verify`` draws: the same ones for one seed, and never a failed or torn one."""
+"""Which records ``maxtext-paged verify`` draws: the same ones for one seed, and never a failed or torn one."""
 
 from __future__ import annotations
 
