@@ -1,4 +1,4 @@
-"""Teaches a toy policy to say one token: rollouts with the paged engine, updates with MaxText's own model.
+"""Teaches a toy policy to say even tokens: rollouts with the paged engine, updates with MaxText's own model.
 
 Usage: rl_rollout.py [CONFIG.yml [STEPS]]; without one, configs/test/tiny.yml of this repository, with random weights.
 
@@ -18,7 +18,7 @@ import numpy as np
 
 TINY = str(Path(__file__).parents[1] / "configs" / "test" / "tiny.yml")
 PROMPTS = [[5, 6, 7], [50, 60], [100, 101, 102, 103], [7]]
-SAMPLES, LENGTH, RATE = 8, 12, 0.5
+SAMPLES, LENGTH, RATE = 8, 12, 5.0
 
 
 class Trainer:
@@ -74,7 +74,7 @@ def batch_of(results: list[Any]) -> tuple[np.ndarray, np.ndarray, float]:
     return tokens, weights, float(rewards.mean())
 
 
-def main(path: str = TINY, steps: str = "12") -> int:
+def main(path: str = TINY, steps: str = "20") -> int:
     """Train; 1 where the sampler's logprobs left the trainer's, or nothing was learned."""
     from maxtext.configs import pyconfig
 
