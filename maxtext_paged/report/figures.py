@@ -259,6 +259,14 @@ FIGURES: tuple[Figure, ...] = (
     ),
     _run(
         "counter",
+        "replica_restarts",
+        "replica_restarts_total",
+        "processes",
+        "Times that one of them was started again.",
+        lambda c: c.replica_restarts,
+    ),
+    _run(
+        "counter",
         "returned_rows",
         "returned_rows_total",
         "rows",
