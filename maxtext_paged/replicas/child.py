@@ -139,7 +139,7 @@ def serve(plan: Message, open_model: OpenModel) -> None:
                 defaults=_plain(intake.defaults),
             )
             asked = inbox.get()
-            engine = model.start()
+            engine = model.start(0)
             if asked.get("warmup"):
                 engine.session.runtime.warm_up()
         channel.send("ready", weights=engine.weights, facts=_facts(model), **_shape(engine))

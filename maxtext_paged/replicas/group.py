@@ -397,7 +397,7 @@ def open_replicas(
         raise
     ready: Message = {}
 
-    def start() -> Engine:
+    def start(first_step_tokens: int) -> Engine:
         try:
             ready.update(group.start())
         except BaseException:
@@ -417,4 +417,5 @@ def open_replicas(
 
     defaults = SamplingSpec(**opened["defaults"])
     intake = Intake(tokenizer, defaults, vocab_size=opened["vocab_size"], max_model_len=opened["max_model_len"])
-    return Model(tokenizer, intake, opened["identity"], start, facts, close=group.close)
+    # Which replica's first step has which rows is open: none obtains a program beside its weights.
+    return Model(tokenizer, intake, opened["identity"], start, 0, facts, close=group.close)
