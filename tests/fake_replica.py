@@ -65,13 +65,13 @@ def main() -> None:
         model = fake_model(**plan.get("model", {}) | plan.get("slow", {}).get(str(number), {}))
         start = model.start
 
-        def begin() -> Any:
+        def begin(first_step_tokens: int) -> Any:
             if end == "start":
                 os.kill(os.getpid(), signal.SIGKILL)
             after = int(end.partition(":")[2]) if end else None
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             (Path(plan["lives"]) / f"cores.{number}").write_text(cores)
-            return dying(start(), after, Path(plan["lives"]) / f"seen.{number}.{count}")
+            return dying(start(first_step_tokens), after, Path(plan["lives"]) / f"seen.{number}.{count}")
 
         return replace(model, start=begin)
 

@@ -13,15 +13,16 @@ from typing import Any
 
 from maxtext_paged.__main__ import main
 from maxtext_paged.cli import generate
-from maxtext_paged.replicas import devices, group
+from maxtext_paged.replicas import devices, group, model
 from tests.fake_engine import ByteTokenizer, fake_model
 
 
 def use_fakes() -> None:
     """Replicas without a model, and a machine of CPUs that nobody has to be asked about."""
-    fakes: Any = group
-    fakes.COMMAND = (sys.executable, str(Path(__file__).with_name("fake_replica.py")))
-    fakes.tokenizer_of = lambda options: ByteTokenizer()
+    processes: Any = group
+    tokenizers: Any = model
+    processes.COMMAND = (sys.executable, str(Path(__file__).with_name("fake_replica.py")))
+    tokenizers.tokenizer_of = lambda options: ByteTokenizer()
     devices._devices = lambda: ("cpu", False, 1)
     generate.open_model = lambda path, overrides: fake_model()  # type: ignore[assignment]
 

@@ -67,7 +67,7 @@ def _open(arguments: argparse.Namespace) -> Model:
     """The model, in this process or in several."""
     if arguments.replicas is not None:
         from maxtext_paged.replicas.devices import place_replicas
-        from maxtext_paged.replicas.group import open_replicas
+        from maxtext_paged.replicas.model import open_replicas
 
         placements = place_replicas(arguments.replicas, arguments.config, arguments.overrides)
         if len(placements) > 1:

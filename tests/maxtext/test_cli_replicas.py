@@ -110,7 +110,7 @@ def test_a_replica_that_is_killed_is_started_again_and_its_unfinished_rows_go_ba
 
 
 def test_a_replica_that_dies_twice_is_given_up_and_the_others_finish() -> None:
-    rows = write_job(100, slow={"1": {"step_s": 0.2}}, die={"0": ["rows:3", "rows:2"]})
+    rows = write_job(60, slow={"1": {"step_s": 0.1}}, die={"0": ["rows:3", "rows:2"]})
     ended = run(*TWO)
     assert ended.returncode == 0, ended.stderr
     assert_whole(rows)
