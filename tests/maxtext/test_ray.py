@@ -206,7 +206,7 @@ def test_memory_is_flat_over_a_hundred_thousand_rows(tmp_path: Path) -> None:
     many = run(tmp_path / "many", rows=100_000, block=1000, batch=100, actors=2)
     assert many["rows"] == 100_000 and many["failed"] == 100
     assert many["peak_kib"] - few["peak_kib"] < 64 * 1024, "of the driver"
-    for actor in noted(tmp_path / "many"):
-        rss = np.array([batch["rss"] for batch in actor])
-        if len(rss) > 100:
-            assert rss[-20:].max() - rss[20:60].max() < 32 * 1024, "of an actor, KiB from its first batches to its last"
+    grown = [np.array([batch["rss"] for batch in actor]) for actor in noted(tmp_path / "many") if len(actor) > 100]
+    assert grown, "an actor ran many batches"
+    for rss in grown:
+        assert rss[-20:].max() - rss[20:60].max() < 16 * 1024, "of an actor, KiB from its first batches to its last"
