@@ -3,7 +3,7 @@
 ::
 
     rows = ray.data.read_parquet("prompts/")
-    rows = grouped(unfinished(rows, "answers/"))
+    rows = grouped(unfinished(rows, "answers/"), 256)
     rows = rows.map_batches(Generate, fn_constructor_args=["model/config.yml"], batch_format="pyarrow",
                             batch_size=256, compute=ray.data.ActorPoolStrategy(size=8))
     print(write(rows, "answers/"))
@@ -150,13 +150,15 @@ def _sample(result: Generation) -> dict[str, Any]:
 # --- datasets ----------------------------------------------------------------------------------------------
 
 
-def grouped(dataset: Any) -> Any:
+def grouped(dataset: Any, batch_size: int) -> Any:
     """The dataset with rows of a common prefix beside each other, so that they meet in one batch.
 
-    Ray sorts the whole dataset for that, which keeps it in its object store; rows that share little need it not.
+    Ray sorts the whole dataset for that, which keeps it in its object store; rows that share little need it not. What
+    is sorted is few large blocks, and a block is what one actor takes: they are cut to batches.
     """
     dataset = dataset.map_batches(_with_prefix, batch_format="pyarrow")
-    return dataset.sort(_PREFIX).drop_columns([_PREFIX])
+    ordered = dataset.sort(_PREFIX).drop_columns([_PREFIX])
+    return ordered.repartition(target_num_rows_per_block=batch_size)
 
 
 def _with_prefix(batch: pyarrow.Table) -> pyarrow.Table:
@@ -190,7 +192,8 @@ def unfinished(dataset: Any, folder: str | os.PathLike[str]) -> Any:
 
     kept = ray.put(done)
     one = ray.data.ActorPoolStrategy(size=1)
-    return dataset.map_batches(_Without, fn_constructor_args=[kept], batch_format="pyarrow", compute=one)
+    # It holds no core: engines and what reads may need them all.
+    return dataset.map_batches(_Without, fn_constructor_args=[kept], batch_format="pyarrow", compute=one, num_cpus=0)
 
 
 class _Without:

@@ -110,7 +110,7 @@ def main(plan: dict[str, Any]) -> None:
         rows = ray.data.range(plan["rows"], override_num_blocks=num).map_batches(made, batch_format="pyarrow")
     rows = unfinished(rows, plan["answers"])
     if plan.get("grouped"):
-        rows = grouped(rows)
+        rows = grouped(rows, plan["batch"])
     stand_in = {"make_engine": lambda: StandIn(plan)}
     real = {"config": plan.get("config"), "overrides": plan.get("overrides"), "params": plan.get("params")}
     rows = rows.map_batches(
