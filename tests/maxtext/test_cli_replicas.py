@@ -139,7 +139,9 @@ def test_a_replica_that_cannot_start_ends_the_job_before_anything_is_written() -
     assert not Path("out.jsonl").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_a_job_that_is_killed_or_interrupted_leaves_no_process_and_whole_records_and_is_resumed(
     number: signal.Signals,
 ) -> None:
