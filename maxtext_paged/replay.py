@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from maxtext_paged.dense_forward import DenseScores
 
 LOGIT_ERRORS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
-"""How far a logit may be off, as a share of the largest, by the narrowest dtype that a run computes or caches in."""
+"""How far a logit may be off, as a share of the largest, by the narrowest dtype that a run computes or caches in.
+
+Estimates for up to 100 layers, derived in docs/verify.md; ``verify --tolerance`` sets another."""
 IMPOSSIBLE = -9999.0
 """How records write the logarithm of 0."""
 

@@ -6,7 +6,8 @@ May import: the standard library, maxtext_paged, tests/fake_engine.py.
 
 The configuration file is the plan, a JSON object with
   model   arguments of ``fake_model``; slow: a replica's number to other ones for it;
-  die     a replica's number to its lives' ends: ``"start"``, ``"rows:N"`` (killed when the N-th result is due) or null;
+  die     a replica's number to its lives' ends: ``"start"``, ``"rows:N"`` (killed when the N-th result is due),
+          ``"raise:N"`` (its engine raises there) or null;
   lives   the folder where lives are counted, and what each replica ran and where is written down.
 """
 
@@ -36,13 +37,16 @@ def life(folder: Path, number: int) -> int:
     raise AssertionError
 
 
-def dying(engine: Any, after: int | None, seen: Path) -> Any:
-    """The engine, whose process is killed when its ``after``-th result is due."""
+def dying(engine: Any, end: str | None, seen: Path) -> Any:
+    """The engine, whose process comes to its end when a result is due."""
+    how, _, after = (end or "").partition(":")
     complete = engine.worker.complete
 
     def until(*arguments: Any, **options: Any) -> Iterator[Any]:
         for count, result in enumerate(complete(*arguments, **options)):
-            if count == after:
+            if after == str(count):
+                if how == "raise":
+                    raise RuntimeError("the device is lost")
                 os.kill(os.getpid(), signal.SIGKILL)
             with open(seen, "a") as file:
                 file.write(f"{result.row.index}\n")
@@ -68,10 +72,9 @@ def main() -> None:
         def begin(first_step_tokens: int) -> Any:
             if end == "start":
                 os.kill(os.getpid(), signal.SIGKILL)
-            after = int(end.partition(":")[2]) if end else None
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             (Path(plan["lives"]) / f"cores.{number}").write_text(cores)
-            return dying(start(first_step_tokens), after, Path(plan["lives"]) / f"seen.{number}.{count}")
+            return dying(start(first_step_tokens), end, Path(plan["lives"]) / f"seen.{number}.{count}")
 
         return replace(model, start=begin)
 
