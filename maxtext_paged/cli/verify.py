@@ -225,11 +225,12 @@ def _verify_row(
             if not np.array_equal(written[: len(prompt)], prompt):
                 return {**where, "what": "its tokens do not begin with the prompt's"}
             written = written[len(prompt) :]
+        tokens = np.concatenate([prompt, written])
+        vocab_size = yardstick.intake.vocab_size
+        if len(tokens) > yardstick.intake.max_model_len or not np.all((0 <= tokens) & (tokens < vocab_size)):
+            return {**where, "what": "its tokens cannot be this model's"}
         if wrong := _text_differs(source, row, sample, written, yardstick.tokenizer):
             return {**where, "what": wrong}
-        tokens = np.concatenate([prompt, written])
-        if len(tokens) > yardstick.intake.max_model_len or tokens.max(initial=0) >= yardstick.intake.vocab_size:
-            return {**where, "what": "its tokens cannot be this model's"}
         listed, first = sample.get("logprobs"), len(prompt) if not source.echo else 0
         scored = record.get("prompt_logprobs") if number == 0 else None
         if reason is not None and not listed and not scored:

@@ -128,7 +128,7 @@ def shown(job: dict[str, Any]) -> list[str]:
     return list(lines("changed.jsonl", cast("SampledRecords", counts), found, error))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_row_of_a_run_agrees_and_those_that_cannot_be_verified_are_counted(job: dict[str, Any]) -> None:
     assert job["whole"]["code"] == 0, job["whole"]["err"]
     found = json.loads(job["whole"]["out"])
@@ -147,7 +147,7 @@ def test_every_row_of_a_run_agrees_and_those_that_cannot_be_verified_are_counted
     assert found["logprobs"] > 20 and 0 < found["worst_logprob"]["value"] < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_changed_token_is_found_and_named(job: dict[str, Any]) -> None:
     assert job["changed"]["code"] == 1
     [wrong] = [wrong for wrong in json.loads(job["changed"]["out"])["differ"] if wrong["id"] == "greedy"]
@@ -156,7 +156,7 @@ def test_one_changed_token_is_found_and_named(job: dict[str, Any]) -> None:
     assert any('row 0 (line 1) id="greedy": a token is not the likeliest: token 4 is ' in line for line in shown(job))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_changes_are_found_too_and_nothing_else_is(job: dict[str, Any]) -> None:
     differ = {wrong["id"]: wrong["what"] for wrong in json.loads(job["changed"]["out"])["differ"]}
     found = {
@@ -171,13 +171,13 @@ def test_other_changes_are_found_too_and_nothing_else_is(job: dict[str, Any]) ->
     assert all(says in differ[name] for name, says in found.items()), differ
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_input_is_refused_by_what_differs(job: dict[str, Any]) -> None:
     assert job["other input"]["code"] == 2
     assert "was made with something else: input sha256" in job["other input"]["err"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_shown_names_each_count_once(job: dict[str, Any]) -> None:
     shown_lines = shown(job)
     assert shown_lines[0].endswith("12 of 12 answered rows drawn, 7 replayed")
