@@ -29,9 +29,9 @@ def test_rows_of_one_prefix_go_to_one_replica() -> None:
 def test_a_replica_without_rows_takes_whole_groups_from_the_end_of_the_longest_queue() -> None:
     deal = Deal(2, page=1)
     for index in range(8):
-        deal.add(row(index, index // 4, index), loads=[0, 100])  # all to the first
-    assert [one.index for one in deal.take(1, 8)] == [4, 5, 6, 7]
-    assert [one.index for one in deal.take(0, 8)] == [0, 1, 2, 3]
+        deal.add(row(index, index // 3, index), loads=[0, 100])  # all to the first; half of them would cut a group
+    assert [one.index for one in deal.take(1, 8)] == [6, 7]
+    assert [one.index for one in deal.take(0, 8)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_rows_that_come_back_are_the_next_to_go() -> None:

@@ -145,20 +145,28 @@ def test_a_replica_that_cannot_start_ends_the_job_before_anything_is_written() -
 def test_a_job_that_is_killed_or_interrupted_leaves_no_process_and_whole_records_and_is_resumed(
     number: signal.Signals,
 ) -> None:
-    rows = write_job(1000, model={"step_s": 0.005})
-    with subprocess.Popen(command(*WORDS, *TWO), stderr=subprocess.PIPE, env=environment()) as process:
+    stuck = {"1": {"step_s": 60}} if number == signal.SIGKILL else {}  # in the middle of a step
+    rows = write_job(1000, model={"step_s": 0.005}, slow=stuck)
+    with subprocess.Popen(
+        command(*WORDS, *TWO), stderr=subprocess.PIPE, env=environment(), start_new_session=True
+    ) as process:
         until = time.monotonic() + 60
         while not (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size) and time.monotonic() < until:
             time.sleep(0.005)
         replicas = children_of(process.pid)
         assert len(replicas) == 2
-        process.send_signal(number)
+        asked = time.monotonic()
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does it: to all of the job's session
+        else:
+            process.send_signal(number)
         said = process.stderr.read().decode()
         process.wait(30)
     until = time.monotonic() + 10
     while any(Path(f"/proc/{replica}").exists() for replica in replicas) and time.monotonic() < until:
         time.sleep(0.01)
     assert not any(Path(f"/proc/{replica}").exists() for replica in replicas), "nobody is left behind"
+    assert time.monotonic() - asked < 40, "nobody waits for a step"
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number and "Traceback" not in said
         assert Path("out.jsonl").read_bytes().endswith(b"\n")
