@@ -34,7 +34,7 @@ from kv_execution.runtime import PagedRuntime
 from kv_execution.split_plan import SplitPlanCache, split_kv_workspace_bytes
 from maxtext_paged.collector import collector_paused
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
-from maxtext_paged.loading import load_params, params_from_tree
+from maxtext_paged.loading import params_from_tree, prepare_params
 from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry, weight_device_bytes
 from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
@@ -312,12 +312,8 @@ def start_session(
             "max_target_length": max_model_len,
         },
     )
-    loading = None
-    if params is None:
-        loader = ThreadPoolExecutor(1, thread_name_prefix="load-params")
-        loading = loader.submit(load_params, model)
-        loader.shutdown(wait=False)
-    else:
+    load = prepare_params(model) if params is None else None  # what does not fit is found before pools are made
+    if params is not None:
         params = params_from_tree(model, params)
     control = ControlPlane(
         layout,
@@ -345,19 +341,24 @@ def start_session(
             layout.num_slots,
             max_model_len,
         )
-    runtime = PagedRuntime(
+    make_runtime = partial(
+        PagedRuntime,
         model,
-        model.abstract_params if params is None else params,
-        control,
+        control=control,
         run_key=run_key(rng, model.mesh),
         backend=assembly.backend.name,
         decode=assembly.decode,
         poison_on_free=options.paged_poison_on_free,
     )
-    if loading is not None:
-        if first_step_tokens:
-            runtime.compile_step(min(first_step_tokens, control.token_ladder.top))
-        runtime.params = loading.result()
+    if load is None:
+        runtime = make_runtime(params=params)
+    else:
+        with ThreadPoolExecutor(1, thread_name_prefix="load-params") as loader:
+            loading = loader.submit(load)
+            runtime = make_runtime(params=model.abstract_params)
+            if first_step_tokens:
+                runtime.compile_step(min(first_step_tokens, control.token_ladder.top))
+            runtime.params = loading.result()
     if options.paged_enable_prefix_cache:
         control.reset_prefix_cache(prefix_namespace(model, options, runtime.params, revision=0))
     logger.info("prefix cache: %s", _on_or_off(control))
