@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from kv_common.errors import ConfigError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
+from kv_execution.attention import triton_bridge
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
 from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES, Capabilities
 from kv_execution.attention.native import NATIVE_CAPABILITIES, NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
+from kv_execution.attention.triton_backend import TRITON_CAPABILITIES, TritonBackend
 from kv_execution.dispatch import SplitFloors
 from kv_execution.native.library import native_available, native_library
 
@@ -24,6 +26,8 @@ _log = logging.getLogger(__name__)
 _announced: set[tuple[str, str]] = set()
 
 KNOWN_BACKENDS = ("auto", "reference", "native", "triton", "aiter", "flashinfer")
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+_CAPABILITIES = {"native": NATIVE_CAPABILITIES, "triton": TRITON_CAPABILITIES}
 _PREFERRED = {"cpu": "native", "cuda": "triton", "gpu": "triton", "rocm": "triton"}
 _BFLOAT16_ON_CPU = (
     "slow with paged_kv_dtype=bfloat16: XLA:CPU turns each layer's whole pool into float32 and back at every "
@@ -49,8 +53,9 @@ class BackendChoice:
 
 
 def built_backends() -> tuple[str, ...]:
-    """Names of the backends that can run in this installation."""
-    return ("reference",) if native_available() is not None else ("reference", "native")
+    """Names of the backends that can run in this installation, given the device they are made for."""
+    missing = {"reference": None, "native": native_available(), "triton": triton_bridge.missing()}
+    return tuple(name for name, why in missing.items() if why is None)
 
 
 def choose_backend(
@@ -80,8 +85,8 @@ def choose_backend(
         switch, or cannot serve this geometry.
 
     >>> layout = KvStorageLayoutV1(1, 8, 16, num_kv_heads=2, head_dim=64, dtype="float32")
-    >>> choose_backend("auto", "cuda", layout).reason
-    'triton is not built: the jnp reference serves cuda'
+    >>> choose_backend("auto", "tpu", layout).reason
+    'no kernel is made for tpu: the jnp reference serves tpu'
     >>> choose_backend("auto", "cpu", layout, native_switch=0).reason
     'paged_attention_native=0 forbids custom kernels: the jnp reference serves cpu'
     """
@@ -94,16 +99,18 @@ def choose_backend(
         declined = (
             "is forbidden by paged_attention_native=0"
             if killed
-            else _unbuilt(preferred, platform) or _unserved(NATIVE_CAPABILITIES, layout, layers, has_sinks)
+            else _unbuilt(preferred, platform) or _unserved(_CAPABILITIES[preferred], layout, layers, has_sinks)
         )
         if requested != "auto" and declined is not None:
             raise UnsupportedError(
                 f"paged_backend={requested}: it {declined}. Built here: {', '.join(built_backends())}; "
                 "paged_backend=auto takes the best of them"
             )
+    applied = floors if floors is not None and native_switch != 1 else SplitFloors()
     if preferred == "native" and declined is None:
-        applied = floors if floors is not None and native_switch != 1 else SplitFloors()
         choice = _native_choice(requested, layout, applied)
+    elif preferred == "triton" and declined is None:
+        choice = _triton_choice(requested, layout, applied)
     else:
         refusal = _unserved(REFERENCE_CAPABILITIES, layout, layers, has_sinks)
         if refusal is not None:
@@ -131,13 +138,20 @@ def _native_choice(requested: str, layout: KvStorageLayoutV1, floors: SplitFloor
     return BackendChoice("native", f"{asked}; C++ kernels for {library.best}", backend)
 
 
+def _triton_choice(requested: str, layout: KvStorageLayoutV1, floors: SplitFloors) -> BackendChoice:
+    asked = "the default on GPUs" if requested == "auto" else "asked for by paged_backend=triton"
+    return BackendChoice("triton", f"{asked}; Triton kernels", TritonBackend(layout.heads_per_shard(), floors))
+
+
 def _unbuilt(name: str, platform: str) -> str | None:
     """Why a backend other than the reference cannot run here at all."""
-    if name != "native":
-        return "is not built"
-    if platform != "cpu":
+    if name not in _CAPABILITIES:
+        return f"is not built (no version of this package calls {name} yet)"
+    if name == "native" and platform != "cpu":
         return f"runs on CPUs, not on {platform}"
-    missing = native_available()
+    if name == "triton" and platform not in _GPU_PLATFORMS:
+        return f"runs on GPUs, not on {platform}"
+    missing = native_available() if name == "native" else triton_bridge.missing()
     return None if missing is None else f"is not built ({missing})"
 
 

@@ -25,7 +25,7 @@ from kv_execution.dispatch import SplitFloors
 from kv_execution.metadata import PageMetadata
 
 TRITON_CAPABILITIES = Capabilities(
-    head_sizes=frozenset({16, 32, 48, 64, 80, 96, 112, 128, 192, 256}),
+    head_sizes=frozenset({16, 32, 64, 80, 96, 128, 192, 256}),
     page_sizes=None,
     dtypes=frozenset({"float32", "bfloat16", "float16"}),
     sliding_window=True,
@@ -41,7 +41,6 @@ tenth of what float32 arithmetic may have (``tests/execution/numpy_model.py``); 
 float16 and 140 times in bfloat16."""
 
 _APPEND_BLOCK = 1024
-_HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +192,7 @@ class _Step:
 
         target = self.backend.resolved_target()
         head_dim, group_size, least = self.head_dim, self.group_size, self.backend.min_piece_tokens
-        tile = self.backend.decode_tile or triton_tiles.decode_tile(target.vendor, head_dim=head_dim, exact=self.exact)
+        tile = self.backend.decode_tile or triton_tiles.decode_tile(target, head_dim=head_dim, exact=self.exact)
         group = triton_tiles.heads_per_tile(group_size, tile.block_m)
         row_programs = self.kv_heads * -(-group_size // group)
         num_rows = self.pages.seq_lens.shape[0]
@@ -258,9 +257,9 @@ class _Step:
         """``output`` with the rows of several new tokens filled in."""
         from kv_execution.attention.triton_kernels.attend import attend_kernel
 
-        vendor = self.backend.resolved_target().vendor
+        target = self.backend.resolved_target()
         group_size = self.group_size
-        tile = self.backend.attend_tile or triton_tiles.attend_tile(vendor, head_dim=self.head_dim, exact=self.exact)
+        tile = self.backend.attend_tile or triton_tiles.attend_tile(target, head_dim=self.head_dim, exact=self.exact)
         group = triton_tiles.heads_per_tile(group_size, tile.block_m)
         tiles = triton_work.attend_tiles(self.pages, tile_tokens=tile.block_m // group)
         [output] = self.backend._launch(
@@ -312,8 +311,8 @@ class _Step:
 
     @property
     def exact(self) -> bool:
-        """Whether products are made of float32 numbers: everywhere but where queries and pools share a half type."""
-        return not (self.k_pool.dtype.name in _HALF and self.query.dtype == self.k_pool.dtype)
+        """Whether products are made of float32 numbers."""
+        return triton_work.is_exact(self.k_pool.dtype.name, self.query.dtype.name)
 
     @property
     def most_visible(self) -> int:

@@ -1,8 +1,8 @@
 """Tile sizes of the Triton kernels, as data.
 
 For:        how many query rows and keys one program holds, with how many warps and pipeline stages.
-Not for:    the kernels, or what a device is (triton_bridge.py).
-May import: the standard library.
+Not for:    the kernels, or finding out what a device is (triton_bridge.py).
+May import: kv_common, kv_control, jax.
 
 Held by the offline table (``python -m benchmarks.triton_offline``): no entry spills a register on any target.
 """
@@ -10,6 +10,8 @@ Held by the offline table (``python -m benchmarks.triton_offline``): no entry sp
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from kv_execution.attention.triton_bridge import GpuTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +38,23 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def decode_tile(vendor: str, *, head_dim: int, exact: bool) -> Tile:
-    """Of one token's query heads of one KV head; more than 16 heads take several tiles."""
-    dim = padded(head_dim)
+def decode_tile(target: GpuTarget, *, head_dim: int, exact: bool) -> Tile:
+    """Of one token's query heads of one KV head; more than 16 heads take several tiles.
+
+    Args:
+      exact: whether products are made of float32 numbers, which tensor cores do not take.
+    """
     if exact:
-        return Tile(16, 16 if dim > 128 else 32, 4, 1 if vendor == "rocm" else 2)
-    return Tile(16, 32 if dim > 128 else 64, 4, 2 if vendor == "rocm" else 3)
+        return Tile(16, 16, 4, 1)
+    return Tile(16, 32 if padded(head_dim) > 128 else 64, 4, 2 if target.vendor == "rocm" else 3)
 
 
-def attend_tile(vendor: str, *, head_dim: int, exact: bool) -> Tile:
+def attend_tile(target: GpuTarget, *, head_dim: int, exact: bool) -> Tile:
     """Of neighbouring tokens' query heads of one KV head."""
-    dim = padded(head_dim)
     if exact:
-        return Tile(32, 16 if dim > 128 else 32, 4, 1 if vendor == "rocm" else 2)
-    return Tile(64, 32 if dim > 128 else 64, 4, 2)
+        return Tile(16, 16, 4, 1)
+    narrow = padded(head_dim) > 128 or (target.vendor == "cuda" and int(target.arch) < 90)
+    return Tile(64, 32 if narrow else 64, 4, 2)
 
 
 def heads_per_tile(group_size: int, block_m: int) -> int:

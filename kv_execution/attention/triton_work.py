@@ -30,6 +30,12 @@ PROGRAMS_PER_SM, MIN_PIECE_TOKENS, MAX_SPLITS = 4, 256, 64
 """Programs that a decode launch aims at, the shortest piece of a row, and the most pieces."""
 
 _INT32_MAX = 2**31 - 1
+HALF_TYPES = ("bfloat16", "float16")
+
+
+def is_exact(pool_dtype: str, query_dtype: str) -> bool:
+    """Whether products are made of float32 numbers: everywhere but where queries and pools share a half type."""
+    return not (pool_dtype in HALF_TYPES and query_dtype == pool_dtype)
 
 
 def num_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:

@@ -4,8 +4,7 @@ For:        scores, weights and their sums in float32, whatever pools and querie
 Not for:    choosing rows, ranges or tiles.
 May import: triton.
 
-Scores are kept in units of log 2, so that exponentials are ``exp2``. Masks select, they never add: what a slot that
-nobody owns holds is not even read.
+Scores are kept in units of log 2, so that exponentials are ``exp2``. Masks select, they never add.
 """
 
 import triton
@@ -79,36 +78,35 @@ def walk_keys(
       first_index, num_listed: the request's part of ``kv_indices``; its first page holds position 0 of ``low``.
       oldest, newest: int32 ``[M]``, the first and last key that each row sees; read only if ``RAGGED``.
 
-    A page outside the pool, or past the request's list, is not read and shows as NaN.
+    Every key that is read is the request's own: past the last one, the last one again, which counts for nothing. So
+    loads need no mask, and what a slot that nobody owns holds is never read. A page outside the pool, or a list too
+    short for its keys, makes the tile NaN; nothing outside pool and list is read for it.
     """
     dims = tl.arange(0, PADDED_DIM)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    outside = tl.zeros([BLOCK_T], tl.int32)
+    last_listed = tl.maximum(num_listed - 1, 0)
     for start in tl.range(low, high, BLOCK_T):
         token = start + tl.arange(0, BLOCK_T)
-        wanted = token < high
-        page_number = token // PAGE_SIZE
-        listed = wanted & (page_number < num_listed)
-        page = tl.load(kv_indices + first_index + page_number, mask=listed, other=-1)
-        held = listed & (page >= 0) & (page < NUM_PAGES)
-        row = (page.to(tl.int64) * PAGE_SIZE + token % PAGE_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        held = tl.minimum(token, high - 1)
+        page = tl.load(kv_indices + first_index + tl.minimum(held // PAGE_SIZE, last_listed))
+        outside = outside | ((page < 0) | (page >= NUM_PAGES)).to(tl.int32)
+        page = tl.minimum(tl.maximum(page, 0), NUM_PAGES - 1)
+        row = (page.to(tl.int64) * PAGE_SIZE + held % PAGE_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
         if HEAD_DIM == PADDED_DIM:
-            k = tl.load(k_pool + row[None, :] + dims[:, None], mask=held[None, :], other=0.0)
-            v = tl.load(v_pool + row[:, None] + dims[None, :], mask=held[:, None], other=0.0)
+            k = tl.load(k_pool + row[None, :] + dims[:, None])
+            v = tl.load(v_pool + row[:, None] + dims[None, :])
         else:
-            k = tl.load(
-                k_pool + row[None, :] + dims[:, None], mask=held[None, :] & (dims < HEAD_DIM)[:, None], other=0.0
-            )
-            v = tl.load(
-                v_pool + row[:, None] + dims[None, :], mask=held[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
-            )
+            k = tl.load(k_pool + row[None, :] + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
+            v = tl.load(v_pool + row[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
         products = tl.dot(q, k.to(tl.float32), input_precision="ieee") if EXACT else tl.dot(q, k)
-        scores = log2_scores(products, SCALE, SOFT_CAP) + tl.where(held, 0.0, float("nan"))[None, :]
+        scores = log2_scores(products, SCALE, SOFT_CAP)
         if RAGGED:
-            seen = wanted[None, :] & (token[None, :] >= oldest[:, None]) & (token[None, :] <= newest[:, None])
+            seen = (token[None, :] >= oldest[:, None]) & (token[None, :] <= newest[:, None])
         else:
-            seen = wanted[None, :]
+            seen = (token < high)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # Nothing seen yet: subtract 0, so that exp2(-inf - 0) is 0 where exp2(-inf + inf) would be NaN.
@@ -118,6 +116,8 @@ def walk_keys(
         total = total * factor + tl.sum(weights, 1)
         acc = add_weighted(acc * factor[:, None], weights, v, EXACT, PARTS)
         maximum = new_maximum
+    missing = (tl.max(outside, 0) > 0) | ((high - 1) // PAGE_SIZE >= num_listed)
+    total += tl.where(missing, float("nan"), 0.0)
     return maximum, total, acc
 
 

@@ -1,0 +1,53 @@
+"""What a chosen backend's fused decodes come to on the host: their plans and the memory of their pieces.
+
+For:        the assembly of a runtime, which asks one place whatever the backend.
+Not for:    either rule (split_plan.py on CPUs, triton_plan.py on GPUs), or choosing a backend (select.py).
+May import: kv_common, kv_control, jax.
+"""
+
+from __future__ import annotations
+
+from kv_common.layout import KvStorageLayoutV1
+from kv_execution.attention.api import PagedAttentionBackend
+from kv_execution.attention.native import NativeBackend, native_threads
+from kv_execution.attention.triton_backend import TritonBackend
+from kv_execution.attention.triton_plan import TritonPlans
+from kv_execution.split_plan import SplitPlanCache, SplitPlans, split_kv_workspace_bytes
+
+
+def has_split_kv(backend: PagedAttentionBackend) -> bool:
+    """Whether a backend cuts decode rows over their keys."""
+    return isinstance(backend, NativeBackend | TritonBackend)
+
+
+def decode_plans(
+    backend: PagedAttentionBackend, layout: KvStorageLayoutV1, query_heads: int, query_dtype: str
+) -> SplitPlans:
+    """How a backend cuts decode rows of ``query_heads`` heads of one shard; unused where it cuts none."""
+    if isinstance(backend, TritonBackend):
+        return TritonPlans.of(backend.resolved_target(), layout, query_heads, query_dtype)
+    return SplitPlanCache(native_threads(), layout.tokens_per_page)
+
+
+def decode_workspace_bytes(
+    backend: PagedAttentionBackend,
+    layout: KvStorageLayoutV1,
+    query_heads: int,
+    query_dtype: str,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> int:
+    """Most bytes of partial results that one step holds at a time on one device."""
+    if isinstance(backend, TritonBackend):
+        plans = TritonPlans.of(backend.resolved_target(), layout, query_heads, query_dtype)
+        return plans.workspace_bytes(max_num_seqs=max_num_seqs, query_heads=query_heads, head_dim=layout.head_dim)
+    if isinstance(backend, NativeBackend):
+        return split_kv_workspace_bytes(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            tokens_per_page=layout.tokens_per_page,
+            query_heads=query_heads,
+            head_dim=layout.head_dim,
+            threads=native_threads(),
+        )
+    return 0
