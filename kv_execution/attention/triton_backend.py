@@ -25,7 +25,7 @@ from kv_execution.dispatch import SplitFloors
 from kv_execution.metadata import PageMetadata
 
 TRITON_CAPABILITIES = Capabilities(
-    head_sizes=frozenset({16, 32, 64, 80, 96, 128, 192, 256}),
+    head_sizes=frozenset({64, 80, 96, 128, 256}),
     page_sizes=None,
     dtypes=frozenset({"float32", "bfloat16", "float16"}),
     sliding_window=True,

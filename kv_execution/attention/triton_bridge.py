@@ -104,6 +104,13 @@ def missing(route: str | None = None) -> str | None:
     return None
 
 
+def missing_cuda_plugin() -> str | None:
+    """Why the ``jax_triton`` route cannot even be lowered for NVIDIA here; None when it can."""
+    if importlib.util.find_spec("jax_cuda12_plugin") is None and importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return "jax's CUDA plugin, which makes the call, is not installed"
+    return missing("jax_triton")
+
+
 def local_target() -> GpuTarget:
     """The GPU of this process.
 

@@ -46,15 +46,21 @@ def decode_tile(target: GpuTarget, *, head_dim: int, exact: bool) -> Tile:
     """
     if exact:
         return Tile(16, 16, 4, 1)
-    return Tile(16, 32 if padded(head_dim) > 128 else 64, 4, 2 if target.vendor == "rocm" else 3)
+    if padded(head_dim) > 128:
+        return Tile(16, 32, 4, 2 if target.vendor == "rocm" else 3)
+    if target.vendor == "cuda" and int(target.arch) >= 100:
+        return Tile(16, 32, 4, 4)
+    return Tile(16, 64, 4, 2 if target.vendor == "rocm" else 3)
 
 
 def attend_tile(target: GpuTarget, *, head_dim: int, exact: bool) -> Tile:
     """Of neighbouring tokens' query heads of one KV head."""
     if exact:
         return Tile(16, 16, 4, 1)
-    narrow = padded(head_dim) > 128 or (target.vendor == "cuda" and int(target.arch) < 90)
-    return Tile(64, 32 if narrow else 64, 4, 2)
+    before_hopper = target.vendor == "cuda" and int(target.arch) < 90
+    if padded(head_dim) > 128:
+        return Tile(32 if before_hopper else 64, 32, 4, 2)
+    return Tile(64, 32 if before_hopper else 64, 4, 2)
 
 
 def heads_per_tile(group_size: int, block_m: int) -> int:
