@@ -58,13 +58,12 @@ def test_every_head_size_and_element_type_that_is_served_has_ceilings_for_every_
 
 def test_a_tile_too_large_for_a_device_and_a_missing_ceiling_are_found():
     backend = TritonBackend(attend_tile=Tile(128, 128, 4, 2), decode_tile=Tile(128, 128, 4, 2))
-    case = Case("bfloat16", 128, 1)
     [attend] = [
         call
-        for call in recorded_launches(case, TARGETS["sm_90"], backend=backend)
+        for call in recorded_launches(ORDINARY, TARGETS["sm_90"], backend=backend)
         if call.kernel.__name__ == "attend_kernel"
     ]
-    one = compile_launch(attend, "sm_90", case.name)
+    one = compile_launch(attend, "sm_90", ORDINARY.name)
     assert one.spilled_bytes > 0 and "local memory" in str(complaint(one, ceilings()))
     kept = replace(one, spilled_bytes=0)
     assert "the ceiling is" in str(complaint(kept, ceilings()))
