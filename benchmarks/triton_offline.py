@@ -7,6 +7,7 @@ May import: the standard library, numpy, jax, kv_common, kv_execution, triton.
     python -m benchmarks.triton_offline                                   # every target and case: some minutes
     python -m benchmarks.triton_offline --targets sm_90 --cases bf16-128-g4
     python -m benchmarks.triton_offline --write                           # new ceilings, after a look at the table
+    python -m benchmarks.triton_offline --page docs/gpu-kernels.md        # the page, from the ceilings: no compiling
 
 Leaves with status 1 if a kernel spills or is above its ceiling. The launches are the backend's own, recorded.
 """
@@ -44,6 +45,8 @@ TARGETS = {
 }
 SHARED_LIMITS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 """Bytes of shared memory (LDS) that one program may have."""
+
+KERNELS = ("append_kernel", "attend_kernel", "decode_whole_kernel", "decode_split_kernel", "merge_kernel")
 
 PAGE_SIZE, NUM_PAGES = 16, 4096
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -172,12 +175,56 @@ def compiled(targets: Sequence[str], cases: Sequence[Case]) -> Iterator[Compiled
                 yield compile_launch(call, name, case.name)
 
 
-def ceilings() -> dict[str, dict[str, list[int]]]:
-    """``{target: {"case kernel": [registers, shared bytes]}}``, the most that a kernel may need."""
+Ceilings = dict[str, dict[str, list[int]]]
+"""``{target: {"case kernel": [registers, spilled bytes, shared bytes]}}``, the most that a kernel may need."""
+
+
+def ceilings() -> Ceilings:
+    """Those that are recorded."""
     return json.loads(CEILINGS.read_text(encoding="utf-8"))
 
 
-def complaint(one: Compiled, limits: dict[str, dict[str, list[int]]]) -> str | None:
+def as_json(limits: Ceilings) -> str:
+    """One line for each kernel, so that a change of one shows as one."""
+    parts = []
+    for target in sorted(limits):
+        lines = [f"  {json.dumps(name)}: {json.dumps(limits[target][name])}" for name in sorted(limits[target])]
+        parts.append(f" {json.dumps(target)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+PAGE_OPENING = """# What the GPU kernels need of five GPUs
+
+Written by `python -m benchmarks.triton_offline --page docs/gpu-kernels.md` from `tests/data/triton_ceilings.json`; a
+test compares the two. Compiled without a GPU by Triton and, for NVIDIA, its own `ptxas`: 32-bit registers of a thread
+(AMD: vector registers, accumulation registers included), bytes of a thread in local memory (spills and stack), bytes of
+shared memory of a program. `make test` compiles one geometry for `sm_90` and `gfx942` and holds it to these ceilings,
+`make test-long` compiles all.
+
+A geometry is element type, head size and query heads of a KV head; `options` has a window, a cap and sinks at once:
+{cases}."""
+
+
+def page(limits: Ceilings) -> str:
+    """``docs/gpu-kernels.md``: what is recorded, a table for each target."""
+    lines = [PAGE_OPENING.format(cases=",\n".join(f"`{case.name}`" for case in CASES))]
+    for target in TARGETS:
+        lines += [
+            "",
+            f"## {target}: at most {SHARED_LIMITS[target]} bytes of shared memory",
+            "",
+            "| geometry | kernel | registers | spilled | shared |",
+            "| --- | --- | ---: | ---: | ---: |",
+        ]
+        for case in CASES:
+            for kernel in KERNELS:
+                found = limits.get(target, {}).get(f"{case.name} {kernel}")
+                if found is not None:
+                    lines.append(f"| `{case.name}` | `{kernel}` | " + " | ".join(map(str, found)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def complaint(one: Compiled, limits: Ceilings) -> str | None:
     """What is wrong with a compiled kernel; None if it keeps within its ceilings."""
     where = f"{one.target} {one.case} {one.kernel}"
     if one.spilled_bytes:
@@ -187,8 +234,10 @@ def complaint(one: Compiled, limits: dict[str, dict[str, list[int]]]) -> str | N
     ceiling = limits.get(one.target, {}).get(f"{one.case} {one.kernel}")
     if ceiling is None:
         return f"{where}: no ceiling is recorded"
-    if one.registers > ceiling[0] or one.shared_bytes > ceiling[1]:
-        return f"{where}: {one.registers} registers, {one.shared_bytes} bytes shared; the ceiling is {ceiling}"
+    registers, _, shared = ceiling
+    if one.registers > registers or one.shared_bytes > shared:
+        used = f"{one.registers} registers, {one.shared_bytes} bytes shared"
+        return f"{where}: {used}; the ceiling is {registers} and {shared}"
     return None
 
 
@@ -199,14 +248,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=tuple(TARGETS))
     parser.add_argument("--cases", nargs="+", choices=names, default=tuple(names))
     parser.add_argument("--write", action="store_true", help="keep what is printed as the new ceilings")
+    parser.add_argument("--page", type=Path, help="write what is recorded as a page, and compile nothing")
     options = parser.parse_args(arguments)
     limits = ceilings() if CEILINGS.exists() else {}
+    if options.page is not None:
+        options.page.write_text(page(limits), encoding="utf-8")
+        return 0
     wrong = []
     print(f"{'target':8}{'case':22}{'kernel':22}{'threads':>8}{'registers':>10}{'spilled':>8}{'shared':>8}")
     for one in compiled(options.targets, [names[name] for name in options.cases]):
         if options.write:
-            limits.setdefault(one.target, {})[f"{one.case} {one.kernel}"] = [one.registers, one.shared_bytes]
-            CEILINGS.write_text(json.dumps(limits, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+            entry = [one.registers, one.spilled_bytes, one.shared_bytes]
+            limits.setdefault(one.target, {})[f"{one.case} {one.kernel}"] = entry
+            CEILINGS.write_text(as_json(limits), encoding="utf-8")
         found = complaint(one, limits)
         wrong += [found] if found else []
         print(
