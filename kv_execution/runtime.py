@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from kv_common.errors import ConfigError
+from kv_control.bucketing import Ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.metrics import ControlMetrics
 from kv_control.plan import RequestHandle, RequestSlice, StepPlan, StepResults
@@ -180,6 +182,7 @@ class PagedRuntime:
       run_key: random key of the run; with a row's seed, sample index and position it fixes every sample.
       backend: name of the attention backend the model was bound with, for reports.
       decode: how decode rows are dispatched; None: by a backend that knows no split-KV.
+      context_ladder: rungs of ``PageMetadata.max_seqlen_k``; None: no kernel is compiled for a longest context.
       poison_on_free: fill pages with NaN when they are freed (a debugging aid: a stray read cannot hide).
     """
 
@@ -192,6 +195,7 @@ class PagedRuntime:
         run_key: jax.Array,
         backend: str,
         decode: DecodeDispatch | None = None,
+        context_ladder: Ladder | None = None,
         poison_on_free: bool = False,
     ) -> None:
         self.model = model
@@ -201,6 +205,7 @@ class PagedRuntime:
         self.run_key = run_key
         self._backend = backend
         self._decode = decode or DecodeDispatch(fused_kernel=f"the {backend} backend has no split-KV")
+        self._context_ladder = context_ladder
         self._poison_on_free = poison_on_free
         self._compiles = CompileCounter()
         leaves, self._pools_structure = jax.tree.flatten(model.create_pools())
@@ -245,7 +250,9 @@ class PagedRuntime:
             self._pool_leaves = self._scrubber.copy(self._pool_leaves, *reservation.copies)
             self._num_copied += reservation.copies.shape[1]
         plan = self.control.plan(self.control.confirm_scrubbed(reservation))
-        return PreparedStep(plan, *pack(build_step_inputs(plan)))
+        longest = int(plan.table.seq_lens.max(initial=1))
+        rung = None if self._context_ladder is None else self._context_ladder.rung(longest)
+        return PreparedStep(plan, *pack(build_step_inputs(plan, rung)))
 
     def run_step(self, prepared: PreparedStep, *, after: StepOutcome | None = None) -> StepOutcome:
         """Dispatch a prepared step. Returns at once; ``StepOutcome.read`` waits.
@@ -287,14 +294,15 @@ class PagedRuntime:
         Args:
           on_rung: called with ``(rungs done, rungs in all)`` after each.
         """
-        rungs = self.control.token_ladder.rungs
+        contexts = (None,) if self._context_ladder is None else self._context_ladder.rungs
+        rungs = list(product(self.control.token_ladder.rungs, contexts))
         self._pool_leaves = self._scrubber.warm_up(self._pool_leaves)
         self._options.warm_up(self._previous_tokens)
-        for done, rung in enumerate(rungs, start=1):
+        for done, (rung, context) in enumerate(rungs, start=1):
             reservation = self.control.reserve([])
             assert reservation is not None  # an empty step needs no page
             plan = self.control.plan(self.control.confirm_scrubbed(reservation), min_token_rung=rung)
-            self._dispatch(PreparedStep(plan, *pack(build_step_inputs(plan))))
+            self._dispatch(PreparedStep(plan, *pack(build_step_inputs(plan, context))))
             if on_rung is not None:
                 jax.block_until_ready(self._previous_tokens)
                 on_rung(done, len(rungs))

@@ -24,7 +24,13 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
-from kv_execution.attention.decode_plans import decode_plans, decode_workspace_bytes, has_split_kv
+from kv_execution.attention.decode_plans import (
+    context_ladder,
+    decode_floors,
+    decode_plans,
+    decode_workspace_bytes,
+    has_split_kv,
+)
 from kv_execution.attention.select import KNOWN_BACKENDS, BackendChoice, choose_backend
 from kv_execution.dispatch import DecodeDispatch, SplitFloors, floors_for
 from kv_execution.driver import PagedDriver
@@ -257,7 +263,7 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     decode = DecodeDispatch(
         tuple(dict.fromkeys(layer.sliding_window for layer in geometry.layer_options)),
         None if has_split_kv(backend.backend) else f"the {backend.name} backend has no split-KV ({backend.reason})",
-        split_floors(options, mesh),
+        decode_floors(backend.backend, split_floors(options, mesh)),
         forced=native_switch(options) == 1,
         plans=decode_plans(backend.backend, layout, query_heads, activations),
     )
@@ -329,6 +335,7 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
         run_key=run_key(rng, model.mesh),
         backend=assembly.backend.name,
         decode=assembly.decode,
+        context_ladder=context_ladder(assembly.backend.backend, max_model_len),
         poison_on_free=options.paged_poison_on_free,
     )
     scheduler = Scheduler(

@@ -8,16 +8,30 @@ May import: kv_common, kv_control, jax.
 from __future__ import annotations
 
 from kv_common.layout import KvStorageLayoutV1
+from kv_control.bucketing import Ladder
+from kv_execution.attention import aiter_backend
+from kv_execution.attention.aiter_backend import AiterBackend, AiterPlans
 from kv_execution.attention.api import PagedAttentionBackend
 from kv_execution.attention.native import NativeBackend, native_threads
 from kv_execution.attention.triton_backend import TritonBackend
 from kv_execution.attention.triton_plan import TritonPlans
+from kv_execution.dispatch import SplitFloors
 from kv_execution.split_plan import SplitPlanCache, SplitPlans, split_kv_workspace_bytes
 
 
 def has_split_kv(backend: PagedAttentionBackend) -> bool:
     """Whether a backend cuts decode rows over their keys."""
-    return isinstance(backend, NativeBackend | TritonBackend)
+    return isinstance(backend, NativeBackend | TritonBackend | AiterBackend)
+
+
+def decode_floors(backend: PagedAttentionBackend, floors: SplitFloors) -> SplitFloors:
+    """The floors that a backend goes by: none where it cuts every row."""
+    return SplitFloors() if isinstance(backend, AiterBackend) else floors
+
+
+def context_ladder(backend: PagedAttentionBackend, max_model_len: int) -> Ladder | None:
+    """Rungs of the longest context, for kernels that are compiled for one."""
+    return aiter_backend.context_ladder(max_model_len) if isinstance(backend, AiterBackend) else None
 
 
 def decode_plans(
@@ -26,6 +40,8 @@ def decode_plans(
     """How a backend cuts decode rows of ``query_heads`` heads of one shard; unused where it cuts none."""
     if isinstance(backend, TritonBackend):
         return TritonPlans.of(backend.resolved_target(), layout, query_heads, query_dtype)
+    if isinstance(backend, AiterBackend):
+        return AiterPlans()
     return SplitPlanCache(native_threads(), layout.tokens_per_page)
 
 
@@ -41,6 +57,10 @@ def decode_workspace_bytes(
     if isinstance(backend, TritonBackend):
         plans = TritonPlans.of(backend.resolved_target(), layout, query_heads, query_dtype)
         return plans.workspace_bytes(max_num_seqs=max_num_seqs, query_heads=query_heads, head_dim=layout.head_dim)
+    if isinstance(backend, AiterBackend):
+        return aiter_backend.workspace_bytes(
+            num_rows=max_num_seqs, query_heads=query_heads, head_dim=layout.head_dim, max_seqlen_k=max_model_len
+        )
     if isinstance(backend, NativeBackend):
         return split_kv_workspace_bytes(
             max_num_seqs=max_num_seqs,

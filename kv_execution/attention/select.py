@@ -8,18 +8,20 @@ May import: kv_common, kv_control, jax.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_common.errors import ConfigError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention import triton_bridge
+from kv_execution.attention.aiter_backend import AITER_CAPABILITIES, AiterBackend
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
-from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES, Capabilities
+from kv_execution.attention.capabilities import FLASHINFER_CAPABILITIES, REFERENCE_CAPABILITIES, Capabilities
 from kv_execution.attention.native import NATIVE_CAPABILITIES, NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.attention.triton_backend import TRITON_CAPABILITIES, TritonBackend
 from kv_execution.dispatch import SplitFloors
+from kv_execution.native.aiter_library import aiter_available
 from kv_execution.native.library import native_available, native_library
 
 _log = logging.getLogger(__name__)
@@ -27,7 +29,20 @@ _announced: set[tuple[str, str]] = set()
 
 KNOWN_BACKENDS = ("auto", "reference", "native", "triton", "aiter", "flashinfer")
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
-_CAPABILITIES = {"native": NATIVE_CAPABILITIES, "triton": TRITON_CAPABILITIES}
+_PLATFORMS = {"native": ("cpu",), "triton": _GPU_PLATFORMS, "aiter": ("gpu", "rocm"), "flashinfer": ("gpu", "cuda")}
+_CAPABILITIES = {
+    "native": NATIVE_CAPABILITIES,
+    "triton": TRITON_CAPABILITIES,
+    "aiter": AITER_CAPABILITIES,
+    "flashinfer": FLASHINFER_CAPABILITIES,
+}
+_DEVICES = {"native": "CPUs", "triton": "GPUs", "aiter": "AMD GPUs", "flashinfer": "NVIDIA GPUs"}
+_WHY_MISSING: dict[str, Callable[[], str | None]] = {
+    "native": lambda: native_available(),
+    "triton": lambda: triton_bridge.missing(),
+    "aiter": aiter_available,
+    "flashinfer": lambda: "no version of this package calls flashinfer yet",
+}
 _PREFERRED = {"cpu": "native", "cuda": "triton", "gpu": "triton", "rocm": "triton"}
 _BFLOAT16_ON_CPU = (
     "slow with paged_kv_dtype=bfloat16: XLA:CPU turns each layer's whole pool into float32 and back at every "
@@ -54,8 +69,7 @@ class BackendChoice:
 
 def built_backends() -> tuple[str, ...]:
     """Names of the backends that can run in this installation, given the device they are made for."""
-    missing = {"reference": None, "native": native_available(), "triton": triton_bridge.missing()}
-    return tuple(name for name, why in missing.items() if why is None)
+    return ("reference", *(name for name, why in _WHY_MISSING.items() if why() is None))
 
 
 def choose_backend(
@@ -111,6 +125,9 @@ def choose_backend(
         choice = _native_choice(requested, layout, applied)
     elif preferred == "triton" and declined is None:
         choice = _triton_choice(requested, layout, applied)
+    elif preferred == "aiter" and declined is None:
+        reason = "asked for by paged_backend=aiter; AMD's kernels, on no device proven by this project"
+        choice = BackendChoice("aiter", reason, AiterBackend(layout.heads_per_shard()))
     else:
         refusal = _unserved(REFERENCE_CAPABILITIES, layout, layers, has_sinks)
         if refusal is not None:
@@ -145,13 +162,9 @@ def _triton_choice(requested: str, layout: KvStorageLayoutV1, floors: SplitFloor
 
 def _unbuilt(name: str, platform: str) -> str | None:
     """Why a backend other than the reference cannot run here at all."""
-    if name not in _CAPABILITIES:
-        return f"is not built (no version of this package calls {name} yet)"
-    if name == "native" and platform != "cpu":
-        return f"runs on CPUs, not on {platform}"
-    if name == "triton" and platform not in _GPU_PLATFORMS:
-        return f"runs on GPUs, not on {platform}"
-    missing = native_available() if name == "native" else triton_bridge.missing()
+    if platform not in _PLATFORMS[name]:
+        return f"runs on {_DEVICES[name]}, not on {platform}"
+    missing = _WHY_MISSING[name]()
     return None if missing is None else f"is not built ({missing})"
 
 
