@@ -67,13 +67,13 @@ class OneLayer:
         return hidden[rows] @ params["head"]
 
 
-def driver_of(backend: PagedAttentionBackend) -> PagedDriver:
+def driver_of(backend: PagedAttentionBackend, *rungs: int) -> PagedDriver:
     rng = np.random.default_rng(0)
     shapes = {"tokens": (VOCAB, 8), "positions": (LONGEST, 8), "head": (HEADS * DIM, VOCAB)}
     shapes |= {"q": (8, HEADS, DIM), "k": (8, KV_HEADS, DIM), "v": (8, KV_HEADS, DIM)}
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     model = OneLayer(backend)
-    control = ControlPlane(model.layout, max_num_seqs=2, max_model_len=LONGEST, token_ladder=Ladder([2, 64]))
+    control = ControlPlane(model.layout, max_num_seqs=2, max_model_len=LONGEST, token_ladder=Ladder(rungs))
     runtime = PagedRuntime(
         model,
         params,
@@ -97,7 +97,7 @@ def completions(driver: PagedDriver) -> dict[int, list[int]]:
 
 
 def test_a_context_that_grows_past_a_rung_compiles_nothing_and_reads_all_of_its_keys(stub) -> None:
-    driver = driver_of(AiterBackend(door=HOST))
+    driver = driver_of(AiterBackend(door=HOST), 2, 64)
     seen: list[tuple[int, int]] = []
     driver.runtime.warm_up(lambda *progress: seen.append(progress))
     warm = driver.runtime.metrics()
@@ -108,12 +108,12 @@ def test_a_context_that_grows_past_a_rung_compiles_nothing_and_reads_all_of_its_
     partitions = {line.split("partitions=")[1].split()[0] for line in stub.take_log() if line.startswith("decode")}
     assert partitions == {"1", "2"}, "the run went from one rung to the next"
     assert driver.runtime.metrics().num_compile_events == warm.num_compile_events
-    assert found == completions(driver_of(ReferenceBackend()))
+    assert found == completions(driver_of(ReferenceBackend(), 64))
 
 
 def test_a_rung_that_warm_up_left_out_would_be_seen(stub) -> None:
     """The control: with the first rung alone warmed, growing past it obtains another program."""
-    driver = driver_of(AiterBackend(door=HOST))
+    driver = driver_of(AiterBackend(door=HOST), 2, 64)
     ladder = driver.runtime._context_ladder
     driver.runtime._context_ladder = Ladder([256])
     driver.runtime.warm_up()
