@@ -249,7 +249,7 @@ def test_what_the_table_cannot_say_is_refused_when_a_step_is_traced(stub):
 
 
 def test_a_decode_kernel_that_was_not_built_names_the_command_that_builds_it(stub):
-    with pytest.raises(UnsupportedError, match=r"build it: python3 -m csrc.cpp_itfs.pa.pa_ragged --gqa_ratio=8 .*l1$"):
+    with pytest.raises(UnsupportedError, match=r"build it: python3 -m csrc.cpp_itfs.pa.pa_ragged --gqa_ratio=8 .*l1\b"):
         run(BACKEND, step_of("bfloat16", heads=16), SCALED, dtype="bfloat16", activations="bfloat16")
 
 

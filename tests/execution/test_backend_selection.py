@@ -123,7 +123,7 @@ def test_what_the_native_kernels_cannot_serve_runs_the_reference_and_says_so(ann
 
 
 @pytest.mark.parametrize(
-    ("requested", "platform"), [("native", "cpu"), ("triton", "gpu"), ("aiter", "cpu"), ("flashinfer", "cpu")]
+    ("requested", "platform"), [("native", "cpu"), ("triton", "gpu"), ("aiter", "rocm"), ("flashinfer", "cuda")]
 )
 def test_a_backend_asked_for_by_name_is_never_replaced(requested, platform, without_native):
     with pytest.raises(UnsupportedError, match=rf"paged_backend={requested}: it is not built.*reference"):
@@ -135,6 +135,14 @@ def test_a_backend_asked_for_by_name_is_never_replaced(requested, platform, with
 def test_native_kernels_are_refused_on_another_platform():
     with pytest.raises(UnsupportedError, match="paged_backend=native: it runs on CPUs, not on cuda"):
         choose_backend("native", "cuda", LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("requested", "devices"), [("aiter", "AMD GPUs"), ("flashinfer", "NVIDIA GPUs"), ("triton", "GPUs")]
+)
+def test_kernels_of_gpus_are_refused_on_a_cpu(requested, devices):
+    with pytest.raises(UnsupportedError, match=f"paged_backend={requested}: it runs on {devices}, not on cpu"):
+        choose_backend(requested, "cpu", LAYOUT)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
