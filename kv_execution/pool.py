@@ -7,7 +7,8 @@ May import: kv_common, kv_control, jax.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -52,12 +53,18 @@ def create_zeroed(structs: Any) -> Any:
 
     No device ever holds more than its shards: the zeros are made there, not made whole and spread.
     """
-    shardings = jax.tree.map(lambda struct: struct.sharding, structs)
-    make = jax.jit(
-        lambda: jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), structs),
-        out_shardings=shardings,
+    leaves, structure = jax.tree.flatten(structs)
+    make = _zeros_maker(tuple((leaf.shape, jnp.dtype(leaf.dtype), leaf.sharding) for leaf in leaves))
+    return jax.tree.unflatten(structure, make())
+
+
+@functools.lru_cache(maxsize=8)
+def _zeros_maker(leaves: tuple[tuple[tuple[int, ...], jnp.dtype, Sharding | None], ...]) -> Callable[[], Any]:
+    """One program for arrays of these shapes, kept: pools that are made again compile nothing."""
+    return jax.jit(
+        lambda: [jnp.zeros(shape, dtype) for shape, dtype, _ in leaves],
+        out_shardings=[sharding for _, _, sharding in leaves],
     )
-    return make()
 
 
 def create_pools(

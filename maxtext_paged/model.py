@@ -134,9 +134,9 @@ def model_geometry(config: Any, mesh: Mesh) -> ModelGeometry:
     )
 
 
-def abstract_model(config: Any, mesh: Mesh) -> nnx.Module:
+def abstract_model(config: Any, mesh: Mesh, mode: str = MODEL_MODE_PREFILL) -> nnx.Module:
     """MaxText's own model, unbound, of shapes alone; called under the configuration's logical axis rules."""
-    return nnx.eval_shape(_model_maker(config, mesh))
+    return nnx.eval_shape(_model_maker(config, mesh, mode))
 
 
 def k_projection_head_axes(abstract_params: nnx.State, attention: str, mesh: Mesh) -> tuple[str, ...] | None:
@@ -210,7 +210,7 @@ class MaxTextPagedModel:
             self.abstract_params = _abstract_params(config, mesh, params)
         if products.half_weights:
             self.abstract_params = _kernels_in_bfloat16(self.abstract_params, self.products.native)
-        self._rest = _materialize_rng_state(rest)
+        self._rest = materialize_rng_state(rest)
 
     @property
     def vocab_size(self) -> int:
@@ -384,20 +384,18 @@ def _kernels_in_bfloat16(abstract_params: nnx.State, layers: Sequence[str]) -> n
     )
 
 
-def _model_maker(config: Any, mesh: Mesh) -> Any:
+def _model_maker(config: Any, mesh: Mesh, mode: str = MODEL_MODE_PREFILL) -> Any:
     """Makes MaxText's model inside ``nnx.eval_shape``; not for weights, which would all be drawn from one key."""
 
     def create() -> Any:
         rngs = nnx.Rngs(params=0)
         rngs.params = _SameKey(jax.random.key(0), tag="params")
-        return model_creation_utils.from_config(
-            config, mesh=mesh, model_mode=MODEL_MODE_PREFILL, rngs=rngs, quant_mode_str="train"
-        )
+        return model_creation_utils.from_config(config, mesh=mesh, model_mode=mode, rngs=rngs, quant_mode_str="train")
 
     return create
 
 
-def _materialize_rng_state(rest: nnx.State) -> nnx.State:
+def materialize_rng_state(rest: nnx.State) -> nnx.State:
     """The model's non-parameter, non-pool state: random streams only, which a forward pass never draws from."""
     unknown = [
         ".".join(map(str, path)) for path, variable in nnx.to_flat_state(rest) if not isinstance(variable, nnx.RngState)

@@ -31,6 +31,7 @@ from maxtext_paged.generation_stream import GenerationStream
 from maxtext_paged.imports import import_dense_engine
 from maxtext_paged.prompt_runner import PromptRunner
 from maxtext_paged.prompts import Prompt
+from maxtext_paged.rollouts import Rollouts
 from maxtext_paged.rows import RowResult
 from maxtext_paged.sampling_defaults import default_sampling
 from maxtext_paged.sampling_params import SamplingParams
@@ -51,7 +52,7 @@ _IRRELEVANT = {
 """Arguments that say how MaxText's dense engine works: their defaults, and why they do nothing here."""
 
 
-class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
+class OfflineEngine(Rollouts, maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
     """MaxText's ``OfflineEngine``, paged where the configuration says ``attention=gpu_paged``.
 
     ::
@@ -154,7 +155,7 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
             tokenizer=reader,
             defaults=self._defaults,
             turns=self._turns,
-            check=self._running_session,
+            check=self._awake_session,
         )
 
     def generate(
@@ -175,7 +176,7 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
           KvCacheError: the engine was closed.
         """
         self._paged_only("generate")
-        self._running_session()
+        self._awake_session()
         return self._runner.generate(prompts, params)
 
     def stream(
@@ -196,7 +197,7 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
           KvCacheError: the engine was closed, also meanwhile.
         """
         self._paged_only("stream")
-        self._running_session()
+        self._awake_session()
         return self._runner.stream(prompts, params)
 
     def astream(
@@ -283,10 +284,10 @@ class OfflineEngine(maxtext_engine.OfflineEngine):  # type: ignore[name-defined]
             if asked:
                 raise UnsupportedError(f"{', '.join(asked)}: only with attention=gpu_paged")
             return super().batch_inference(data, desc, rng)
-        session = self._running_session()
+        session = self._awake_session()
         rows = BatchRows(data, defaults=self._defaults, ignore_eos=ignore_eos, n=n, stop=stop, **per_row)
         with self._turns:
-            self._running_session()
+            self._awake_session()
             self.rng = self.rng if rng is None else rng
             started, before = time.monotonic(), session.driver.metrics
             results = self.worker.run_inference(self.worker.in_file_order(rows), rng) + rows.unreadable

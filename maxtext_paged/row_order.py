@@ -18,6 +18,8 @@ from maxtext_paged.rows import Row
 
 WINDOW_ROWS = 4096
 """Rows that are ordered together at most: a row waits for no more than these, whatever its place."""
+FIRST_WINDOW_PER_SEQ = 4
+"""Rows of the first ordered window per running one."""
 ROWS_PER_STEP = 64
 """Rows read ahead while a step's results are waited for: a window fills without stopping the loop."""
 

@@ -118,6 +118,33 @@ class PagedSession:
         logger.info("prefix cache: %s, %d pages forgotten", _on_or_off(self.control), cleared)
         return cleared
 
+    @property
+    def asleep(self) -> bool:
+        """Whether ``sleep`` gave the pools back."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.runtime.pools))
+
+    def sleep(self) -> int:
+        """Give the pools' memory back until ``wake``; cached pages are forgotten, weights stay. Returns the bytes.
+
+        Raises:
+          KvCacheError: requests are under way; their K/V would be lost.
+        """
+        scheduler = self.driver.scheduler
+        if scheduler.has_work:
+            raise KvCacheError(
+                f"{scheduler.num_running} requests run and {scheduler.num_waiting} wait: finish or cancel them before "
+                "sleep"
+            )
+        self.driver.settle()
+        self.runtime.reset_prefix_cache()
+        self.close()
+        return self.model.layout.total_pool_bytes()
+
+    def wake(self) -> None:
+        """Take the pools' memory again, after ``sleep``. Nothing compiles."""
+        if self.asleep:
+            self.runtime.pools = self.model.create_pools()
+
     def set_rng(self, rng: Any) -> None:
         """Sample from another run key (``jax.random.key`` or ``PRNGKey``) from the next step on; no step recompiles."""
         self.runtime.run_key = run_key(rng, self.model.mesh)

@@ -18,7 +18,7 @@ import numpy as np
 from kv_common.errors import RequestError
 from kv_control.plan import RequestId
 from kv_control.request import Request
-from maxtext_paged.row_order import PrefixOrderedRows
+from maxtext_paged.row_order import FIRST_WINDOW_PER_SEQ, PrefixOrderedRows
 from maxtext_paged.rows import MAX_SAMPLES, RequestIds, Row, RowResult
 from maxtext_paged.session import PagedSession
 from maxtext_paged.stop_strings import StopWatch
@@ -27,8 +27,7 @@ QUEUED_PER_SEQ = 2
 """Rows kept waiting per running one: enough that admission always finds the next, few enough that memory
 does not grow with the input."""
 
-FIRST_WINDOW_PER_SEQ = 4
-"""Rows of the first ordered window per running one."""
+_END: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ class PagedInferenceWorker:
 
     def complete(
         self,
-        rows: Iterable[Row | RowResult],
+        rows: Iterable[Row | RowResult | None],
         on_step: Callable[[PagedInferenceWorker], None] | None = None,
         watch: RowWatch | None = None,
     ) -> Generator[RowResult, None, None]:
@@ -150,7 +149,8 @@ class PagedInferenceWorker:
         still under way is cancelled and its pages return.
 
         Args:
-          rows: a ``RowResult`` among them is handed through: what was refused before it came here keeps its turn.
+          rows: a ``RowResult`` among them is handed through: what was refused before it came here keeps its turn. None
+            says that there is no row now, which is allowed while some are under way.
           on_step: called after every step, for progress.
           watch: is told of rows, to time them.
         """
@@ -166,9 +166,10 @@ class PagedInferenceWorker:
             while rows_left or mine:
                 self._take_cancels()
                 while rows_left and len(mine) < limit:
-                    row = next(waiting, None)
-                    if row is None:
+                    row = next(waiting, _END)
+                    if row is _END:
                         rows_left = False
+                    if row is _END or row is None:
                         break
                     if isinstance(row, RowResult):
                         yield row

@@ -54,14 +54,24 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _seconds(text: str) -> float:
+def _above_0(text: str, of: str = "") -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number{of} above 0")
     return value
+
+
+def _seconds(text: str) -> float:
+    return _above_0(text, " of seconds")
+
+
+def _replicas(text: str) -> str:
+    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= 256):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be auto, or a number from 1 to 256")
+    return text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,6 +85,13 @@ exit codes:
   1  some rows have error records    130  interrupted (143: terminated); what was written is good
   2  nothing was run: usage
 After 3, 130 and 143 the output is incomplete: the same command with --resume runs the rest.
+"""
+
+_VERIFY_CODES = """\
+exit codes:
+  0  rows were compared and none differs beyond ties
+  1  some rows differ beyond ties
+  2  nothing could be compared: usage, another model or input, only rows that cannot be verified
 """
 
 _OVERRIDES = "MaxText's options and this package's paged_* ones; they win over CONFIG.yml"
@@ -132,6 +149,12 @@ where the output's name ends in .parquet, written (docs/files.md).
         default=False,
         help="obtain all programs before the first row; without it, each when a step first needs it",
     )
+    generate.add_argument(
+        "--replicas",
+        type=_replicas,
+        metavar="N|auto",
+        help="run N engines, each in a process on its share of devices and cores; auto: one for each group of devices",
+    )
     generate.add_argument("--no-progress", action="store_true", help="say nothing while running")
     generate.add_argument(
         "--progress-interval",
@@ -171,6 +194,30 @@ where the output's name ends in .parquet, written (docs/files.md).
         "out_dir", metavar="OUT_DIR", help="the directory to write; `generate` takes OUT_DIR/config.yml"
     )
     convert.add_argument("--overwrite", action="store_true", help="replace an earlier conversion in OUT_DIR")
+
+    verify = commands.add_parser(
+        "verify",
+        help="replay rows of an output through MaxText's dense forward",
+        description="Draw finished rows of an output of `generate` and replay them through MaxText's own dense "
+        "forward, teacher-forced. Which model and input: as OUT.run.json says, unless given.",
+        epilog=_VERIFY_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verify.add_argument("output", metavar="OUT", help="the completions to verify: JSON lines or Parquet")
+    verify.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES)
+    verify.add_argument("--config", metavar="CONFIG.yml", help="the configuration, if not the run's own")
+    verify.add_argument("-i", "--input", metavar="FILE", help="the prompts, if they are elsewhere now")
+    verify.add_argument("--sample", default="1%", metavar="SHARE", help="rows to draw: 1%%, 100%%, or a number (1%%)")
+    verify.add_argument("--seed", type=int, default=0, help="of the draw: the same seed draws the same rows (0)")
+    verify.add_argument(
+        "--tolerance",
+        type=_above_0,
+        metavar="SHARE",
+        help="how far a logit may be off by rounding, as a share of the largest (by dtype: 1e-4 for float32)",
+    )
+    verify.add_argument("--anyway", action="store_true", help="also with another model or input than the run's")
+    verify.add_argument("--json", action="store_true", help="print one JSON object")
 
     doctor = commands.add_parser(
         "doctor",
@@ -212,7 +259,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.words = list(sys.argv[1:] if argv is None else argv)
     arguments.own_process = argv is None
     if arguments.command is None and not arguments.version:
-        parser.error("which COMMAND? generate, convert, doctor or plan")
+        parser.error("which COMMAND? generate, verify, convert, doctor or plan")
     return arguments
 
 

@@ -86,11 +86,25 @@ def load_configuration(path: str, overrides: Sequence[str]) -> Any:
 
 def _given_keys(path: str) -> set[str]:
     """Keys that the user's files and environment set: the file's and its bases', up to MaxText's own."""
+    return {name[2:].lower() for name in os.environ if name.startswith("M_")} | set(_file_values(path))
+
+
+def given_values(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """What the user's files, environment and overrides set, each winning over those before; MaxText's own files are
+    not read."""
+    from omegaconf import OmegaConf
+
+    _override_keys(overrides)
+    values = _file_values(path) | {name[2:].lower(): value for name, value in os.environ.items() if name[:2] == "M_"}
+    return values | {str(key): value for key, value in OmegaConf.from_cli(list(overrides)).items()}
+
+
+def _file_values(path: str) -> dict[str, Any]:
     from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
     from omegaconf import DictConfig, OmegaConf
 
     own = Path(MAXTEXT_CONFIGS_DIR).resolve()
-    keys = {name[2:].lower() for name in os.environ if name.startswith("M_")}
+    values: dict[str, Any] = {}
     file, seen = Path(path), set()
     while not file.resolve().is_relative_to(own):
         if file.resolve() in seen:
@@ -102,7 +116,7 @@ def _given_keys(path: str) -> set[str]:
             raise CommandError(f"{file}: not a readable YAML file: {one_line(error)}") from error
         if not isinstance(loaded, DictConfig):
             raise CommandError(f"{file}: must hold key: value pairs")
-        keys |= {str(key) for key in loaded}
+        values = {str(key): loaded.get(key) for key in loaded} | values
         base = loaded.get("base_config")
         if not base:
             break
@@ -111,7 +125,7 @@ def _given_keys(path: str) -> set[str]:
         file = beside if beside.is_file() else own / str(base)
         if not file.is_file():
             raise CommandError(f"{path}: base_config={base}: no such file, neither beside it nor among MaxText's own")
-    return keys
+    return values
 
 
 def _override_keys(overrides: Sequence[str]) -> set[str]:

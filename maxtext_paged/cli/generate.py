@@ -11,6 +11,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Container, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,10 @@ from maxtext_paged.cli.checking import check
 from maxtext_paged.cli.configuration import check_arguments
 from maxtext_paged.cli.files import check_paths, open_input
 from maxtext_paged.cli.interruption import Interrupted, Interruption
-from maxtext_paged.cli.model import open_model
+from maxtext_paged.cli.model import Model, open_model
 from maxtext_paged.cli.output import Output, PipedOutput, claim_output
 from maxtext_paged.cli.progress import PLAIN_INTERVAL_S, JobProgress
-from maxtext_paged.cli.run_file import run_id
+from maxtext_paged.cli.run_file import made_with, run_id
 from maxtext_paged.cli.warming import warm_up
 from maxtext_paged.cli.watching import Watching, check_shown_paths
 from maxtext_paged.collector import collector_paused
@@ -31,7 +32,7 @@ from maxtext_paged.formats import OWN, BadRow, Choice, Form, InputRow, RowError,
 from maxtext_paged.formats.sources import open_source
 from maxtext_paged.intake import Intake, Tokenizer, completion_text
 from maxtext_paged.report.counts import JobCounts
-from maxtext_paged.report.looks import gather, step_view
+from maxtext_paged.report.looks import OwnFigures, gather, step_view
 from maxtext_paged.report.recorder import Recorder
 from maxtext_paged.row_scores import listed_scores, prompt_scores
 from maxtext_paged.rows import Row, RowResult
@@ -63,10 +64,22 @@ def run(arguments: argparse.Namespace) -> int:
             return interruption.exit_code
 
 
+def _open(arguments: argparse.Namespace) -> Model:
+    """The model, in this process or in several."""
+    if arguments.replicas is not None:
+        from maxtext_paged.replicas.devices import place_replicas
+        from maxtext_paged.replicas.model import open_replicas
+
+        placements = place_replicas(arguments.replicas, arguments.config, arguments.overrides)
+        if len(placements) > 1:
+            return open_replicas(placements, arguments.config, arguments.overrides, warmup=arguments.warmup)
+    return open_model(arguments.config, arguments.overrides)
+
+
 def _run(arguments: argparse.Namespace, interruption: Interruption, output: Output | PipedOutput) -> int:
     with collector_paused(freeze=arguments.own_process):
-        model = open_model(arguments.config, arguments.overrides)
-    with open_input(arguments.input) as file:
+        model = _open(arguments)
+    with closing(model), open_input(arguments.input) as file:
         source = open_source(arguments.input, file)
         if source.form is not OWN:
             say(f"{arguments.input} has rows of the {source.form.name} form; so have the records")
@@ -84,10 +97,10 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
             sources = (row for row in source.rows() if row.index not in earlier)
             first = first_rows(sources, intake, model.max_num_batched_tokens)
             engine = model.start(num_tokens(first, model.max_num_batched_tokens))
-            if arguments.warmup:
+            if arguments.warmup and not isinstance(engine.session, OwnFigures):
                 warm_up(engine.session, sys.stderr, enabled=not arguments.no_progress)
         run["model"] = {"weights": engine.weights}
-        recorder = Recorder(counts)
+        recorder = engine.recorder(counts)
         watching = Watching(recorder, arguments, run, model.facts)
         interval = arguments.progress_interval or PLAIN_INTERVAL_S
         job = Job(
@@ -99,7 +112,7 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
             recorder=recorder,
             watching=watching,
             earlier=earlier,
-            output=output.begin(run),
+            output=output.begin(run, made_with(arguments)),
             form=source.form.of_run(run_id(run)),
             interruption=interruption,
             progress=JobProgress(checked.num_rows, sys.stderr, enabled=not arguments.no_progress, interval=interval),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +22,22 @@ from maxtext_paged.cli.configuration import keep_every_program, load_configurati
 from maxtext_paged.cli.environment import import_maxtext, prepare_environment
 from maxtext_paged.cli.run_file import Fingerprint
 from maxtext_paged.intake import Intake, Tokenizer
+from maxtext_paged.report.counts import JobCounts
+from maxtext_paged.report.recorder import Recorder
 
 if TYPE_CHECKING:
-    from maxtext_paged.session import PagedSession
+    from maxtext_paged.session import PagedAssembly, PagedSession
     from maxtext_paged.worker import PagedInferenceWorker
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What runs rows. ``weights`` is a digest of the ones it runs with."""
+    """What runs rows. ``weights`` is a digest of the ones it runs with; ``recorder`` keeps what they do."""
 
     session: PagedSession
     worker: PagedInferenceWorker
     weights: str
+    recorder: Callable[[JobCounts], Recorder] = Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,9 @@ class Model:
         that fails.
       max_num_batched_tokens: of a step.
       facts: heading to name to value of what it runs on, for the report.
+      assembly: what ``start`` starts, where that is in this process.
+      tokenizer_options: what the configuration says of the tokenizer.
+      close: ends what was opened elsewhere; may be called again.
     """
 
     tokenizer: Tokenizer
@@ -55,15 +62,21 @@ class Model:
     start: Callable[[int], Engine]
     max_num_batched_tokens: int
     facts: Callable[[], Mapping[str, Mapping[str, str]]] = dict
+    assembly: PagedAssembly | None = None
+    tokenizer_options: Mapping[str, Any] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
 
 
-def open_model(path: str, overrides: Sequence[str]) -> Model:
-    """Read the configuration.
+def open_model(path: str, overrides: Sequence[str], *, level: int = logging.INFO, memory_share: int = 1) -> Model:
+    """Read the configuration; log lines are shown from ``level`` on.
+
+    Args:
+      memory_share: how many such models share a CPU's memory: ``paged_kv_memory_fraction`` is divided by it.
 
     Raises:
       CommandError, ConfigError, UnsupportedError: in one line, what is wrong with it.
     """
-    prepare_environment()
+    prepare_environment(level)
     import_maxtext()
     from maxtext_paged.processes import require_one_process
     from maxtext_paged.sampling_defaults import default_sampling
@@ -74,7 +87,7 @@ def open_model(path: str, overrides: Sequence[str]) -> Model:
     require_one_process("maxtext-paged generate")  # the configuration may have joined several
     tokenizer = load_tokenizer(config)
     defaults = default_sampling(config)
-    assembly = assemble(config)
+    assembly = assemble(_with_share(config, memory_share))
     say(keep_every_program())
     sampling = asdict(defaults) | {"end_tokens": sorted(tokenizer.eos_ids)}
     return Model(
@@ -88,7 +101,27 @@ def open_model(path: str, overrides: Sequence[str]) -> Model:
         lambda first_step_tokens: _start(assembly, tokenizer, first_step_tokens),
         assembly.options.paged_max_num_batched_tokens,
         lambda: _facts(assembly),
+        assembly,
+        {name: _plain(getattr(config, name, None)) for name in TOKENIZER_OPTIONS},
     )
+
+
+TOKENIZER_OPTIONS = ("tokenizer_type", "tokenizer_path", "add_bos", "chat_template", "chat_template_path")
+"""What ``load_tokenizer`` reads."""
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def _with_share(config: Any, share: int) -> Any:
+    fraction = float(getattr(config, "paged_kv_memory_fraction", 0) or 0)
+    if share == 1 or not fraction or config.hardware != "cpu":
+        return config
+    from maxtext.configs import pyconfig
+
+    update = {"paged_kv_memory_fraction": fraction / share}
+    return pyconfig.HyperParameters(config._pydantic_config.model_copy(update=update))
 
 
 def _facts(assembly: Any) -> dict[str, dict[str, str]]:

@@ -14,10 +14,10 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from maxtext_paged.cli import CommandError
 from maxtext_paged.cli.earlier import EarlierRecords, read_earlier
@@ -95,8 +95,11 @@ class Output:
             self._earlier = read_earlier(self._rows_path, file, ids)
         return self._earlier
 
-    def begin(self, fingerprint: Fingerprint) -> Writable:
+    def begin(self, fingerprint: Fingerprint, made_with: Mapping[str, Any] | None = None) -> Writable:
         """Note which run this is, and open the output behind the records that are there.
+
+        Args:
+          made_with: where configuration and input are, as ``RunFile`` has it.
 
         Raises:
           CommandError: it is another run's, somebody created or writes it, or it cannot be written.
@@ -106,6 +109,7 @@ class Output:
         runs = list(self._run_file.runs) if self._earlier.num else []
         if not runs or runs[-1] != fingerprint:
             runs.append(fingerprint)
+        self._run_file.made_with = made_with
         try:
             self._run_file.stage(runs)
             if self._descriptor is None:
@@ -201,7 +205,7 @@ class PipedOutput:
         """No records."""
         return EarlierRecords()
 
-    def begin(self, fingerprint: Fingerprint) -> Writable:
+    def begin(self, fingerprint: Fingerprint, made_with: Mapping[str, Any] | None = None) -> Writable:
         """The stream."""
         return self._stream()
 

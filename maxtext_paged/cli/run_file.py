@@ -10,6 +10,7 @@ that reads such files reads it. It stays when the job is complete: then ``--resu
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_paged.cli import CommandError
+from maxtext_paged.cli.files import STANDARD
+from maxtext_paged.report.words import is_secret
 
 SUFFIX = ".run.json"
 _MARK = "maxtext-paged run"
@@ -64,18 +67,28 @@ def run_id(run: Fingerprint) -> str:
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def made_with(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where a run found what it was made with: paths, and the overrides that are no secrets."""
+    given = [word for word in arguments.overrides if not is_secret(word.partition("=")[0])]
+    paths = {name: getattr(arguments, name) for name in ("config", "input")}
+    paths = {name: path if path == STANDARD else os.path.abspath(path) for name, path in paths.items()}
+    return {**paths, "overrides": given, "directory": os.getcwd()}
+
+
 class RunFile:
     """The one beside ``output``.
 
     Attributes:
       runs: fingerprints of the runs that wrote records, the newest last; several where one was forced.
       finished: ``{"ok": ..., "failed": ...}`` once every row has its record.
+      made_with: where the newest run found its configuration and input, for ``verify``; no part of its identity.
     """
 
     def __init__(self, output: str) -> None:
         self.path = Path(output + SUFFIX)
         self.runs: list[Fingerprint] = []
         self.finished: dict[str, int] | None = None
+        self.made_with: Mapping[str, Any] | None = None
         self._staged = Path(f"{self.path}.new")
 
     def read(self) -> None:
@@ -93,6 +106,7 @@ class RunFile:
         if not isinstance(content, dict) or content.get("what") != _MARK:
             raise CommandError(f"{self.path} is not a file of this command: move it or choose another output")
         self.runs, self.finished = content["runs"], content["finished"]
+        self.made_with = content.get("made_with")
 
     @property
     def last(self) -> Fingerprint | None:
@@ -101,7 +115,7 @@ class RunFile:
 
     def stage(self, runs: list[Fingerprint], finished: dict[str, int] | None = None) -> None:
         """Write new content beside the old, whole and on disk; ``commit`` puts it in place."""
-        content = {"what": _MARK, "runs": runs, "finished": finished}
+        content = {"what": _MARK, "runs": runs, "finished": finished, "made_with": self.made_with}
         try:
             with open(self._staged, "w", encoding="utf-8") as file:
                 json.dump(content, file, indent=1, sort_keys=True)

@@ -31,6 +31,8 @@ class JobCounts:
       backends: attention backend to steps. decodes: how decode rows ran, fused or gather, to launches, one for each
         step and attention window. decode_causes: (kind, cause) to the same launches. native_products: matrix products
         that our kernel computed, warm-up not counted. programs: jitted function to programs obtained.
+      replicas: processes that run rows. replica_deaths: which of them died, and how. replica_restarts: times that one
+        was started again. returned_rows: unfinished rows of those that went back.
     """
 
     total: int = 0
@@ -61,6 +63,10 @@ class JobCounts:
     decode_causes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     native_products: int = 0
     programs: Mapping[str, int] = field(default_factory=dict)
+    replicas: int = 1
+    replica_deaths: list[str] = field(default_factory=list)
+    replica_restarts: int = 0
+    returned_rows: int = 0
 
     @property
     def done(self) -> int:
@@ -110,6 +116,17 @@ class JobCounts:
             f"held, {self.scrubbed_pages} scrubbed; attention: {backends}; decodes: {decodes}; products: "
             f"{products}; programs: {programs}",
             *self._sharing(),
+            *self._replicas(),
+        ]
+
+    def _replicas(self) -> list[str]:
+        if self.replicas == 1:
+            return []
+        if not self.replica_deaths:
+            return [f"{self.replicas} replicas, none died"]
+        return [
+            f"{self.replicas} replicas, {len(self.replica_deaths)} deaths: {'; '.join(self.replica_deaths)}; "
+            f"{self.replica_restarts} started again, {self.returned_rows} unfinished rows went back"
         ]
 
     def _sharing(self) -> list[str]:

@@ -76,6 +76,29 @@ class DurationHistogram:
         if not self.max >= most:
             self.max = most
 
+    def packed(self) -> list[object]:
+        """As plain values, for ``of``."""
+        return [self._counts.tolist(), self.sum, self.min, self.max]
+
+    @classmethod
+    def of(cls, packed: Iterable[list[object]]) -> DurationHistogram:
+        """All values of several together.
+
+        >>> one, two = DurationHistogram(), DurationHistogram()
+        >>> one.add([0.1]), two.add([0.3, 0.5])
+        (None, None)
+        >>> both = DurationHistogram.of([one.packed(), two.packed()])
+        >>> both.count, both.min, both.max
+        (3, 0.1, 0.5)
+        """
+        whole = cls()
+        for counts, total, least, most in packed:
+            whole._counts += np.asarray(counts, np.int64)
+            whole.sum += float(total)  # type: ignore[arg-type]
+            if whole._counts.any() and least == least:  # not NaN
+                whole._widen(float(least), float(most))  # type: ignore[arg-type]
+        return whole
+
     @property
     def count(self) -> int:
         """Values."""

@@ -7,7 +7,7 @@ May import: numpy, kv_control; a session is given.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,8 +19,23 @@ if TYPE_CHECKING:
     from maxtext_paged.session import PagedSession
 
 
-def step_view(session: PagedSession) -> StepView:
+@runtime_checkable
+class OwnFigures(Protocol):
+    """A session that is several, elsewhere, and has their figures added up."""
+
+    def step_view(self) -> StepView:
+        """See the function of that name."""
+        ...
+
+    def gather(self, counts: JobCounts) -> None:
+        """See the function of that name."""
+        ...
+
+
+def step_view(session: PagedSession | OwnFigures) -> StepView:
     """The engine as it stands after a step. Reads a few arrays of one entry per running request, and no pages."""
+    if isinstance(session, OwnFigures):
+        return session.step_view()
     control, scheduler = session.control, session.driver.scheduler
     table, counters = scheduler.table, control.counters
     rows = np.flatnonzero(table.ids != NOBODY)
@@ -38,8 +53,11 @@ def step_view(session: PagedSession) -> StepView:
     )
 
 
-def gather(counts: JobCounts, session: PagedSession) -> None:
+def gather(counts: JobCounts, session: PagedSession | OwnFigures) -> None:
     """Take the engine's own counts. Walks the pool's books: not for every step."""
+    if isinstance(session, OwnFigures):
+        session.gather(counts)
+        return
     control, driver, runtime = session.control, session.driver, session.runtime.metrics()
     metrics = driver.metrics
     counts.sampled_tokens = metrics.num_generated_tokens

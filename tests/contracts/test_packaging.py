@@ -16,6 +16,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 LOCKS = ("requirements/cpu.txt", "requirements/models.txt")
+NOT_INSTALLED = "requirements/ray.txt"
+"""The lock of what tests can use and development does without."""
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SHIPPED = [
     *PYPROJECT["project"]["dependencies"],
@@ -40,7 +42,7 @@ def locked(lock: str) -> dict[str, str]:
 @pytest.mark.parametrize("declared", DECLARED)
 def test_each_declared_dependency_is_locked_within_its_range(declared: str):
     requirement = Requirement(declared)
-    versions = locked("requirements/cpu.txt")
+    versions = {**locked(NOT_INSTALLED), **locked("requirements/cpu.txt")}
     name = canonicalize_name(requirement.name)
     assert name in versions
     assert Version(versions[name]) in requirement.specifier
@@ -51,7 +53,14 @@ def test_development_is_locked_to_the_jax_that_native_kernels_are_built_against(
     assert (versions["jax"], versions["jaxlib"], versions["maxtext"]) == ("0.11.1", "0.11.1", "0.2.5")
 
 
-@pytest.mark.parametrize("lock", LOCKS)
+def test_what_is_not_installed_is_locked_beside_what_is():
+    versions = locked("requirements/cpu.txt")
+    assert {
+        name: version for name, version in locked(NOT_INSTALLED).items() if versions.get(name, version) != version
+    } == {}
+
+
+@pytest.mark.parametrize("lock", (*LOCKS, NOT_INSTALLED))
 def test_a_lock_brings_no_torch_no_cuda_and_no_jetstream(lock: str):
     unwanted = re.compile(r"torch|nvidia|cuda|tensorflow|jetstream|vllm|llama-cpp")
     assert [name for name in locked(lock) if unwanted.search(name)] == []
@@ -96,7 +105,7 @@ def test_what_the_packages_import_is_declared():
     declared = {canonicalize_name(Requirement(text).name) for text in SHIPPED}
     shipped_by = metadata.packages_distributions()
     undeclared = {
-        name for name in foreign if not declared & {canonicalize_name(dist) for dist in shipped_by.get(name, [])}
+        name for name in foreign if not declared & {canonicalize_name(dist) for dist in shipped_by.get(name, [name])}
     }
     assert {"jax", "numpy", "maxtext"} <= foreign
     assert undeclared == set()
