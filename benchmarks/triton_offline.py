@@ -198,7 +198,7 @@ PAGE_OPENING = """# What the GPU kernels need of five GPUs
 Written by `python -m benchmarks.triton_offline --page docs/gpu-kernels.md` from `tests/data/triton_ceilings.json`; a
 test compares the two. Compiled without a GPU by Triton and, for NVIDIA, its own `ptxas`: 32-bit registers of a thread
 (AMD: vector registers, accumulation registers included), bytes of a thread in local memory (spills and stack), bytes of
-shared memory of a program. `make test` compiles one geometry for `sm_90` and `gfx942` and holds it to these ceilings,
+shared memory of a program. `make test` compiles one geometry for each of them and holds it to these ceilings,
 `make test-long` compiles all.
 
 A geometry is element type, head size and query heads of a KV head; `options` has a window, a cap and sinks at once:

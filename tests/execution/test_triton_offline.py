@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 ORDINARY = Case("bfloat16", 128, 4)
 
 
-@pytest.mark.parametrize("name", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("name", TARGETS)
 def test_the_common_geometry_keeps_within_its_ceilings(name):
     found = list(compiled([name], [ORDINARY]))
     assert {one.kernel for one in found} == set(KERNELS)
