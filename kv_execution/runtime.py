@@ -369,6 +369,18 @@ class PagedRuntime:
     def pools(self, pools: Pools) -> None:
         self._pool_leaves = jax.tree.leaves(pools)
 
+    @property
+    def has_pools(self) -> bool:
+        """Whether there are pools: not from ``drop_pools`` until others take their place."""
+        return bool(self._pool_leaves)
+
+    def drop_pools(self) -> None:
+        """Give the pools' memory back; no step may run until ``pools`` is set again."""
+        leaves, self._pool_leaves = self._pool_leaves, []
+        for leaf in leaves:
+            if not leaf.is_deleted():
+                leaf.delete()
+
     def metrics(self) -> RuntimeMetrics:
         """Counts so far."""
         steps = sum(self._rungs.values())

@@ -121,7 +121,8 @@ class PagedSession:
     @property
     def asleep(self) -> bool:
         """Whether ``sleep`` gave the pools back."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.runtime.pools))
+        # Not whether arrays are deleted: a step's old pools are, in the moment before the new ones take their place.
+        return not self.runtime.has_pools
 
     def sleep(self) -> int:
         """Give the pools' memory back until ``wake``; cached pages are forgotten, weights stay. Returns the bytes.
@@ -137,7 +138,7 @@ class PagedSession:
             )
         self.driver.settle()
         self.runtime.reset_prefix_cache()
-        self.close()
+        self.runtime.drop_pools()
         return self.model.layout.total_pool_bytes()
 
     def wake(self) -> None:
@@ -155,9 +156,7 @@ class PagedSession:
 
     def close(self) -> None:
         """Give the pools' memory back. Weights may be the caller's and are only let go; no step runs any more."""
-        for leaf in jax.tree.leaves(self.runtime.pools):
-            if not leaf.is_deleted():
-                leaf.delete()
+        self.runtime.drop_pools()
 
 
 _NO_WEIGHTS = bytes(32)
