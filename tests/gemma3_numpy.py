@@ -39,8 +39,8 @@ class KvCache:
 class Gemma3Numpy:
     """A gemma3 model in ``dtype`` arithmetic."""
 
-    def __init__(self, path: Path | str, dtype: type[np.floating] = np.float32) -> None:
-        reader = GGUFReader(path)
+    def __init__(self, source: Path | str | GGUFReader, dtype: type[np.floating] = np.float32) -> None:
+        reader = source if isinstance(source, GGUFReader) else GGUFReader(source)
         meta = {name: f.contents() for name, f in reader.fields.items() if name.startswith("gemma3.")}
         self.weights = {t.name: dequantize(t.data, t.tensor_type).astype(dtype) for t in reader.tensors}
         self.dtype = dtype

@@ -4,7 +4,7 @@ For:        making the expected greedy tokens again, as README.md beside this fi
 Not for:    the tests, which read its output. Text becomes ids through SentencePiece itself, over the file's own pieces.
 May import: numpy, gguf, sentencepiece, tests.gemma3_numpy.
 
-    python -m tests.data.make_gemma3_greedy MODEL.gguf > tests/data/gemma3-greedy.jsonl
+    python -m tests.data.make_gemma3_greedy MODEL.gguf [NAME ...] > tests/data/gemma3-greedy.jsonl
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def load_tokenizer(reader: GGUFReader) -> SentencePieceProcessor:
 
 
 def main() -> None:
-    path = sys.argv[1]
-    tokenizer = load_tokenizer(GGUFReader(path))
-    model = Gemma3Numpy(path)
-    for name, text in TEXTS.items():
+    reader = GGUFReader(sys.argv[1])
+    tokenizer, model = load_tokenizer(reader), Gemma3Numpy(reader)
+    for name in sys.argv[2:] or TEXTS:
+        text = TEXTS[name]
         prompt = [BOS, *tokenizer.encode(text)]
         new, margins = model.greedy(prompt, NUM_NEW_TOKENS)
         record = {

@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 import yaml
+from flax import nnx
+from flax.core.spmd import logical_axis_rules
 from maxtext.common.common_types import AttentionType, DecoderBlockType
 from maxtext.configs import pyconfig
+from maxtext.utils import model_creation_utils
 
 from benchmarks.families import (
     FAMILIES,
     REFUSED_MODELS,
     RELATIVE_ERROR,
+    SIZES,
     TITLES,
     cells,
     logits_error,
@@ -32,10 +36,12 @@ from benchmarks.families import (
 )
 from kv_common.errors import UnsupportedError
 from kv_execution.native.library import native_available
+from maxtext_paged.binding import attention_modules, attention_options
 from maxtext_paged.config import PagedMaxTextConfig
 from maxtext_paged.families import REFUSED_BLOCKS, SUPPORTED_BLOCKS, require_supported_block
+from maxtext_paged.model import running_order
 from maxtext_paged.session import PagedSession
-from tests.tiny_models import BLOCKS, CONFIGS_OF_FAMILIES, dense_model, make_config
+from tests.tiny_models import BLOCKS, CONFIGS_OF_FAMILIES, dense_model, make_config, make_mesh
 
 pytestmark = pytest.mark.maxtext
 
@@ -89,30 +95,23 @@ def test_two_shards_of_heads_give_denses_tokens(case: tuple[str, str]) -> None:
 # --- what is special about each family is really there --------------------------------------------------------
 
 
-def test_contexts_outgrow_the_windows_of_local_layers_and_global_layers_have_none() -> None:
-    windows = {}
-    for family in ("gemma2", "gemma3", "gpt_oss", "olmo3"):
-        opened = open_family(family, "reference")
-        windows[family] = [module.options.sliding_window for module in _attention_ops(opened)]
-        opened.close()
-    assert windows == {
-        "gemma2": [8, None] * 2,
-        "gemma3": [8] * 5 + [None, 8],
-        "gpt_oss": [8, None],
-        "olmo3": [8, 8, 8, None, 8],
-    }
+def windows_of(family: str) -> list[int | None]:
+    """Each attention's window, in the order in which a step runs them; nothing is allocated."""
+    config = make_config(family)
+    create = model_creation_utils.get_nnx_create_model_fn(config, mesh=make_mesh(config), model_mode="prefill")
+    with logical_axis_rules(config.logical_axis_rules):
+        modules = attention_modules(nnx.eval_shape(create))
+    found = [(name, attention_options(attention).sliding_window) for name, attention in modules]
+    return [window for _, window in sorted(found, key=lambda item: running_order(item[0], item[1] is not None))]
 
 
-def _attention_ops(session: PagedSession) -> list[Any]:
-    """The bound attentions, in running order."""
-    model = session.model._merge(session.runtime.params, session.runtime.pools)
-    found = []
-    for name in session.model.layer_names:
-        module = model
-        for part in name.split("."):
-            module = getattr(module, part)
-        found.append(module.attention_op)
-    return found
+def test_local_layers_have_a_window_that_contexts_outgrow_and_global_ones_have_none() -> None:
+    assert windows_of("gemma2") == [8, None] * 2
+    assert windows_of("gemma3") == [8] * 5 + [None, 8]
+    assert windows_of("gpt_oss") == [8, None]
+    assert windows_of("olmo3") == [8, 8, 8, None, 8]
+    assert windows_of("llama4") == [None] * 5, "chunks that no context leaves"
+    assert max(prompt + new for prompt, new in SIZES) > 4 * 8
 
 
 def test_the_configurations_are_the_ones_in_the_repository_and_load_as_they_stand() -> None:
