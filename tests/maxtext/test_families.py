@@ -46,22 +46,26 @@ from tests.tiny_models import BLOCKS, CONFIGS_OF_FAMILIES, dense_model, make_con
 pytestmark = pytest.mark.maxtext
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
-SAME_PROGRAM_AS = {"mistral": "llama2", "default": "llama2"}
-"""Families whose steps are another's: both backends are run in the long suite."""
+ON_JNP = ("gemma3", "olmo3")
+ON_TWO_DEVICES = ("mixtral", "gemma3", "olmo3", "llama4")
+"""In the default run; the long one has all. test_binding.py and test_sharded_runs.py have the other kinds of attention."""
 
 
-def cases(*, tensor: bool = False) -> list[Any]:
-    """Each family on each backend: by default on native kernels, on jnp's where attention is of a kind of its own."""
-    needs_native = pytest.mark.skipif(native_available() is not None, reason=str(native_available()))
-    found = []
-    for family in FAMILIES:
-        found.append(pytest.param((family, "native"), id=f"{family}-native", marks=needs_native))
-        wide = tensor or family not in ("gemma2", "gemma3", "gpt_oss", "olmo3", "llama2", "llama4")
-        found.append(pytest.param((family, "reference"), id=f"{family}-reference", marks=[pytest.mark.long] * wide))
-    return found
+def case(family: str, backend: str, *, by_default: bool) -> Any:
+    """One family on one backend."""
+    marks = [] if by_default else [pytest.mark.long]
+    if backend == "native":
+        marks.append(pytest.mark.skipif(native_available() is not None, reason=str(native_available())))
+    return pytest.param((family, backend), id=f"{family}-{backend}", marks=marks)
 
 
-@pytest.fixture(scope="module", params=cases())
+ALONE = [case(family, "native", by_default=True) for family in FAMILIES]
+ALONE += [case(family, "reference", by_default=family in ON_JNP) for family in FAMILIES]
+SHARDED = [case(family, "native", by_default=family in ON_TWO_DEVICES) for family in FAMILIES]
+SHARDED += [case(family, "reference", by_default=False) for family in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=ALONE)
 def session(request: pytest.FixtureRequest) -> Iterator[tuple[str, PagedSession]]:
     family, backend = request.param
     opened = open_family(family, backend)
@@ -83,9 +87,9 @@ def test_every_logit_of_mixed_steps_is_denses(session: tuple[str, PagedSession])
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("case", cases(tensor=True))
-def test_two_shards_of_heads_give_denses_tokens(case: tuple[str, str]) -> None:
-    family, backend = case
+@pytest.mark.parametrize("family_and_backend", SHARDED)
+def test_two_shards_of_heads_give_denses_tokens(family_and_backend: tuple[str, str]) -> None:
+    family, backend = family_and_backend
     opened = open_family(family, backend, tensor=2)
     assert opened.model.layout.head_shards == 2
     run_requests(opened, dense_model(family))
