@@ -48,7 +48,7 @@ pytestmark = pytest.mark.maxtext
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
 ON_JNP = ("gemma3", "olmo3")
 ON_TWO_DEVICES = ("mixtral", "gemma3", "olmo3", "llama4")
-"""In the default run; the long one has all. test_binding.py and test_sharded_runs.py have the other kinds of attention."""
+"""In the default run; the long one has all. test_binding.py and test_sharded_runs.py have other kinds of attention."""
 
 
 def case(family: str, backend: str, *, by_default: bool) -> Any:
