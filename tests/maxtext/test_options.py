@@ -132,7 +132,6 @@ MOE = {"num_experts": 4, "base_moe_mlp_dim": 128, "sparse_matmul": False}
     "settings",
     [
         {"decoder_block": "gpt3"},
-        {"decoder_block": "qwen3_custom_moe", **MOE},
         {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, **MOE},
     ],
     ids=lambda settings: settings["decoder_block"],
