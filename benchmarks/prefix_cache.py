@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         for cached in (False, True):
             passes = [one for one in done if one.arm == arm and one.cached == cached]
             one, ttft, seconds = passes[0], [p.ttft_p50 for p in passes], [p.seconds for p in passes]
-            share, of_maximum = one.avoided_tokens / one.prompt_tokens, one.avoided_tokens / one.maximum
+            share, of_maximum = one.avoided_tokens / one.prompt_tokens, one.avoided_tokens / max(1, one.maximum)
             print(
                 f"{arm:10s} {'on' if cached else 'off':>5} {one.prefill_tokens:8d} {one.avoided_tokens:8d} "
                 f"{one.maximum:8d} {share:7.1%} {of_maximum:7.1%} "

@@ -72,9 +72,14 @@ class Admission:
                 num_tokens = request.num_prompt_tokens - 1
                 whole = full_pages(num_tokens, self._tokens_per_page)
                 return Shared(source=ready[0], num_tokens=num_tokens, num_whole_pages=whole)
-            if any(member.num_computed < member.num_prompt_tokens - 1 for member in group):
+            if any(self._will_fork(member, request) for member in group):
                 return None
         return Shared() if self._control.prefix_index is None else self._cached(request)
+
+    def _will_fork(self, source: Request, request: Request) -> bool:
+        """Whether the prompt is still being computed, or what it brought is on its way."""
+        computing = source.num_computed < source.num_prompt_tokens - 1
+        return computing or (request.want_prompt_logprobs and source.want_prompt_logprobs)
 
     def _can_fork(self, source: Request, request: Request) -> bool:
         wants = request.want_prompt_logprobs and request.num_known_prompt_logprobs < request.num_prompt_tokens
@@ -131,7 +136,7 @@ class Admission:
         wanted = self.pages_wanted(request)
         pinned = sum(node.num_locks == 0 for node in shared.nodes)
         held = control.page_map.counts[running]
-        promised = self._pages_wanted(self._table.num_tokens[running], self._table.max_kv_tokens[running])
+        promised = self._pages_wanted(self._table.num_to_come(running), self._table.max_kv_tokens[running])
         spoken_for = int(np.maximum(promised - held, 0).sum())
         references = int(np.maximum(promised, held).sum()) + wanted
         room = control.num_available_pages - pinned - spoken_for

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kv_common.errors import RequestError
 from kv_common.page_table import KvPageTableV1
+from kv_control.logit_options import StepOptions
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -179,6 +180,7 @@ class StepBatch(Sequence[RequestSlice]):
       sampling: how, per request (rows that do not sample hold anything).
       previous_sample: int32 ``[n]``, see ``RequestSlice.previous_sample``; -1 for none.
       targets: int32 ``[sum(num_tokens)]``, see ``RequestSlice.targets``; None where nobody wants any.
+      options: what is done to logits and reported of them; None where nobody asks for anything. Slices do not show it.
     """
 
     rows: Int64
@@ -190,6 +192,7 @@ class StepBatch(Sequence[RequestSlice]):
     sampling: SamplingColumns
     previous_sample: Int32
     targets: Int32 | None = None
+    options: StepOptions | None = None
 
     @classmethod
     def of(cls, slices: Iterable[RequestSlice]) -> StepBatch:
@@ -258,12 +261,16 @@ class StepResults:
       ok: bool ``[n]``, False where a slice's logits were not finite.
       target_logprobs: float32 ``[sum(num_tokens)]`` beside ``batch.targets``, NaN where none was wanted; None where
         the batch has no targets.
+      top_ids, top_logprobs: int32 and float32 ``[n, k]``, the most likely tokens at each sampled one, likeliest first;
+        a slice has as many as it asked for. None where none did.
     """
 
     tokens: Int32
     logprobs: NDArray[np.float32]
     ok: NDArray[np.bool_]
     target_logprobs: NDArray[np.float32] | None = None
+    top_ids: Int32 | None = None
+    top_logprobs: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import InvariantError, RequestError
+from kv_control.logit_options import NO_LOGIT_OPTIONS, Alternatives, LogitOptions, banned_tokens
 from kv_control.plan import GREEDY, RequestHandle, RequestId, SamplingSpec
 from kv_control.request_table import NOBODY, RequestTable
 
@@ -45,8 +46,9 @@ class Request:
         what the context leaves.
       stop_token_ids: tokens that end it; the ending token is kept.
       ignore_eos: no token ends it.
-      min_tokens: generated tokens before a stop token may end it: the first that can is number
+      min_tokens: generated tokens before a stop token may be chosen: the first that can is number
         ``min_tokens + 1``.
+      options: what else is done to its logits, and how many alternatives are reported.
       want_prompt_logprobs: fill ``prompt_logprobs``.
       group: requests of one group have equal prompts and different ``sampling.sample_index``: the first to run
         computes the prompt, the others share its pages.
@@ -54,6 +56,7 @@ class Request:
       page_keys, keys_namespace: the prefix index's names of its whole pages, as far as they were needed.
       prompt_logprobs: float32 ``[num_prompt_tokens]``, logprob of each prompt token given those before
         it; NaN where not (yet) known, and always at position 0.
+      alternatives: one entry for each generated token, where ``options.top_logprobs`` asks for them.
       status, handle: its state, and its row while RUNNING.
       finish_reason, error: why it ended, and the text where that is "error".
       num_preemptions: times it was sent back.
@@ -78,6 +81,7 @@ class Request:
     min_tokens: int = 0
     want_prompt_logprobs: bool = False
     group: int | None = None
+    options: LogitOptions = NO_LOGIT_OPTIONS
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     handle: RequestHandle | None = field(default=None, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -87,6 +91,7 @@ class Request:
     num_shared_tokens: int = field(default=0, init=False)
     arrival: int = field(default=-1, init=False)
     prompt_logprobs: NDArray[np.float32] = field(init=False)
+    alternatives: list[Alternatives] = field(default_factory=list, init=False, repr=False)
     waited_for_prefix: bool = field(default=False, init=False, repr=False)
     page_keys: list[bytes] = field(default_factory=list, init=False, repr=False)
     keys_namespace: bytes | None = field(default=None, init=False, repr=False)
@@ -153,13 +158,18 @@ class Request:
         return len(self.prompt)
 
     @property
+    def ran(self) -> bool:
+        """Whether any step ran a token of it."""
+        return bool(self._num_seen if self._table is None else self._table.num_seen[self._row])
+
+    @property
     def num_generated(self) -> int:
         """Tokens generated so far, before and after any preemption."""
         return self.num_tokens - len(self.prompt)
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens still to be fed; 1 is a decode, more is a prefill."""
+        """Known tokens still to be fed; 1 is a decode, more is a prefill, -1 a decode ahead of its last token."""
         return self.num_tokens - self.num_computed
 
     def token_at(self, position: int) -> int:
@@ -177,6 +187,7 @@ class Request:
         row, num_prompt, num_tokens = handle.row, len(self.prompt), len(self._tokens)
         table.ids[row], table.epochs[row] = self.id, handle.epoch
         table.num_tokens[row], table.num_computed[row], table.num_prompt[row] = num_tokens, num_computed, num_prompt
+        table.num_in_flight[row] = 0
         table.end_at[row] = num_prompt + self.max_tokens
         never = np.iinfo(np.int64).max
         stops = bool(self.stop_token_ids) and not self.ignore_eos
@@ -186,6 +197,11 @@ class Request:
         table.num_published[row] = 0
         table.num_seen[row] = self._num_seen
         table.sampling.put(row, self.sampling)
+        table.has_options[row] = self.options.changes_logits or bool(banned_tokens(self))
+        table.counts_tokens[row] = self.options.counts_tokens
+        table.num_top[row] = self.options.top_logprobs
+        table.options_sent[row] = False
+        table.num_with_options += self._has_options
         table.tokens[row, :num_tokens] = self._tokens
         table.logprobs[row, num_prompt:num_tokens] = self._logprobs
         self._table, self.handle, self.status = table, handle, RequestStatus.RUNNING
@@ -198,8 +214,13 @@ class Request:
         handle, self.handle = self.handle, None
         assert handle is not None
         self._table.ids[handle.row] = NOBODY
+        self._table.num_with_options -= self._has_options
         self._table = None
         return handle
+
+    @property
+    def _has_options(self) -> bool:
+        return self.options.changes_logits or self.options.top_logprobs > 0 or bool(banned_tokens(self))
 
     @property
     def max_kv_tokens(self) -> int:

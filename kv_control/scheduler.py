@@ -1,7 +1,7 @@
 """What runs next: admission, chunking, preemption, and the end of every request.
 
 For:        deciding ``{request: num_tokens}`` for one step after another under a token budget.
-Not for:    pages of a step (control_plane), running it (kv_execution) or choosing tokens.
+Not for:    pages of a step (control_plane), what a step brought (step_accounts), running it (kv_execution).
 May import: the standard library, numpy, kv_common.
 """
 
@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 from kv_common.errors import ConfigError, InvariantError, RequestError, RequestTooLarge, SchedulerStalled
 from kv_control.admission import Admission, Shared
 from kv_control.control_plane import ControlPlane
+from kv_control.logit_options import step_options
 from kv_control.plan import Int64, RequestHandle, RequestId, RequestSlice, Scheduled, StepBatch, StepResults
 from kv_control.request import FinishReason, Request, RequestStatus
 from kv_control.request_table import RequestTable
+from kv_control.step_accounts import StepAccounts
 
 MAX_IDLE_SCHEDULES = 3
 """Empty decisions in a row, with work, after which the wait is taken to be endless."""
-
-NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity)"
-"""Why a request fails whose results are not ``ok``."""
 
 
 def max_steps(requests: Iterable[Request]) -> int:
@@ -99,10 +98,12 @@ class Scheduler:
         self._waiting: OrderedDict[RequestId, Request] = OrderedDict()  # in order of arrival
         self._running: OrderedDict[RequestId, Request] = OrderedDict()  # in the order in which they were let in
         self._rows: Int64 | None = None  # their rows, until one enters or leaves
-        self._stop_ids: NDArray[np.int32] | None = None  # every token that stops any of them
         self._by_row: list[Request | None] = [None] * control.max_num_seqs
         self._shared_by_row: list[Shared | None] = [None] * control.max_num_seqs
         self._finished: list[Request] = []
+        self._accounts = StepAccounts(
+            control, self.table, self._admission, self._by_row, running=self._running.values, finish=self.finish
+        )
         self._num_arrivals = 0
         self._num_idle_schedules = 0
 
@@ -196,15 +197,22 @@ class Scheduler:
         """Decide the next step. Holds rows for those it lets in, but no pages: it may be called again
         after a step that found no room.
 
+        It may run ahead of one dispatched step whose results are not recorded yet: a request whose next token is
+        still on the device goes on from there, unless that token is known to be its last.
+
         Returns:
-          An empty decision when nothing can run: no work, or a front that must wait for pages which others
-          than this scheduler's requests hold. After ``MAX_IDLE_SCHEDULES`` of those the front is failed.
+          An empty decision when nothing can run: no work, results to be recorded first, or a front that must wait for
+          pages which others than this scheduler's requests hold. After ``MAX_IDLE_SCHEDULES`` of those in a row the
+          front is failed.
 
         Raises:
           SchedulerStalled: as often in a row, running requests had nothing to compute.
         """
         table, rows = self.table, self._running_rows()
-        left = table.num_tokens[rows] - table.num_computed[rows]
+        to_come = table.num_to_come(rows)
+        left = to_come - table.num_computed[rows]
+        in_flight = table.num_in_flight[rows]
+        left[(in_flight > 1) | ((in_flight == 1) & (to_come >= table.end_at[rows]))] = 0  # until results are recorded
         decodes = rows[left == 1]
         chosen, counts = [decodes], [np.ones(len(decodes), np.int64)]
         budget = self.max_num_batched_tokens - len(decodes)
@@ -241,6 +249,8 @@ class Scheduler:
         first = np.cumsum(counts) - counts
         position = np.arange(int(counts.sum())) + np.repeat(start - first, counts)
         tokens = table.tokens[np.repeat(rows, counts), position]
+        ahead = table.num_in_flight[rows] > 0
+        tokens[first[ahead]] = 0  # nobody knows it yet
         targets = None
         for i in np.flatnonzero(table.wants_targets[rows]).tolist():
             request = self._by_row[rows[i]]
@@ -248,31 +258,23 @@ class Scheduler:
             if wanted is not None:
                 targets = np.full(len(tokens), -1, np.int32) if targets is None else targets
                 targets[first[i] : first[i] + counts[i]] = wanted
+        samples = (end == table.num_to_come(rows)) & (end < table.end_at[rows])
         return StepBatch(
             rows=rows,
             epochs=scheduled.epochs,
             start=start,
             num_tokens=counts,
             tokens=tokens,
-            samples=(end == table.num_tokens[rows]) & (end < table.end_at[rows]),
+            samples=samples,
             sampling=table.sampling.take(rows),
-            previous_sample=np.full(len(rows), -1, np.int32),
+            previous_sample=np.where(ahead, table.sample_index[rows], -1).astype(np.int32),
             targets=targets,
+            options=step_options(table, rows, samples, self._by_row),
         )
 
     def advance(self, slices: Iterable[RequestSlice]) -> None:
         """Count the tokens of a dispatched step as computed."""
-        batch = StepBatch.of(slices)
-        table, counters = self.table, self.control.counters
-        here = table.held_by(batch.rows, batch.epochs)
-        rows, num_tokens, start = batch.rows[here], batch.num_tokens[here], batch.start[here]
-        table.num_computed[rows] = start + num_tokens
-        counters.num_steps += 1
-        prefill = (num_tokens > 1) | (start < table.num_prompt[rows])
-        again = np.clip(table.num_seen[rows] - start, 0, num_tokens)
-        counters.num_recomputed_tokens += int(again.sum())
-        counters.num_prefill_tokens += int((num_tokens - again)[prefill].sum())
-        table.num_seen[rows] = np.maximum(table.num_seen[rows], start + num_tokens)
+        self._accounts.advance(slices)
 
     def record(
         self,
@@ -311,45 +313,9 @@ class Scheduler:
         return request
 
     def record_step(self, batch: StepBatch, results: StepResults) -> None:
-        """Take a dispatched step's results: tokens and logprobs join their requests, whole pages are offered to the
-        prefix cache, and requests that are done end.
-
-        Results of a request that was preempted or ended meanwhile are dropped (a preempted one computes the same
-        ones again).
-
-        Raises:
-          InvariantError: results belong to another position.
-        """
-        table = self.table
-        here = table.held_by(batch.rows, batch.epochs)
-        for i in np.flatnonzero(here & ~results.ok).tolist():
-            self._fail_not_finite(self._by_row[batch.rows[i]])
-        here &= results.ok
-        if results.target_logprobs is not None:
-            self._record_targets(batch, results.target_logprobs, here)
-        end = batch.start + batch.num_tokens
-        sampled = here & batch.samples
-        rows = batch.rows[sampled]
-        wrong = end[sampled] != table.num_tokens[rows]
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise InvariantError(
-                f"request {table.ids[rows[i]]}: a token for position {end[sampled][i]} arrived, "
-                f"position {table.num_tokens[rows[i]]} is next"
-            )
-        tokens = results.tokens[sampled]
-        table.append(rows, tokens, results.logprobs[sampled])
-        self.control.counters.num_generated_tokens += len(rows)
-        if self.control.prefix_index is not None:
-            self._publish(batch.rows[here], end[here])
-        num_tokens = table.num_tokens[rows]
-        done = rows[self._stops(tokens) & (num_tokens >= table.may_stop_at[rows]) | (num_tokens >= table.end_at[rows])]
-        silent = batch.rows[here & ~batch.samples]  # the end of a prompt that is only scored
-        for row in [*done.tolist(), *silent[table.num_computed[silent] >= table.end_at[silent]].tolist()]:
-            request = self._by_row[row]
-            reason = None if request is None else request.ended()
-            if request is not None and reason is not None:
-                self.finish(request, reason)
+        """Take a dispatched step's results; see ``StepAccounts.record_step``."""
+        self._num_idle_schedules = 0
+        self._accounts.record_step(batch, results)
 
     def preempt_newest(self) -> Request | None:
         """Send the request that was let in last back to its place in the queue, to be computed again.
@@ -420,7 +386,8 @@ class Scheduler:
         path = len(self.control.sharing.path(handle.row))
         self.table.num_published[handle.row] = path
         self._running[request.id] = request
-        self._rows = self._stop_ids = None
+        self._rows = None
+        self._accounts.running_changed()
         self._by_row[handle.row] = request
         self._admission.entered(request, shared)
         return True
@@ -447,46 +414,6 @@ class Scheduler:
             self._rows = np.array([handle.row for handle in handles if handle is not None], np.int64)
         return self._rows
 
-    def _stops(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool ``[len(tokens)]``, whether each can end any of the running requests."""
-        stops = self._all_stop_ids()
-        if not len(stops):
-            return np.zeros(len(tokens), np.bool_)
-        found: NDArray[np.bool_] = stops[np.minimum(stops.searchsorted(tokens), len(stops) - 1)] == tokens
-        return found
-
-    def _all_stop_ids(self) -> NDArray[np.int32]:
-        """int32, tokens that can end any of the running requests, in order."""
-        if self._stop_ids is None:
-            sets = {request.stop_token_ids for request in self._running.values() if not request.ignore_eos}
-            stops = sorted(frozenset().union(*sets))
-            self._stop_ids = np.array([token for token in stops if -(2**31) <= token < 2**31], np.int32)
-        return self._stop_ids
-
-    def _record_targets(self, batch: StepBatch, values: NDArray[np.float32], here: NDArray[np.bool_]) -> None:
-        if batch.targets is None:
-            raise InvariantError("prompt logprobs arrived for a batch that asked for none")
-        ends = batch.ends
-        for i in np.flatnonzero(here & self.table.wants_targets[batch.rows]).tolist():
-            request = self._by_row[batch.rows[i]]
-            if request is not None:
-                fed = slice(int(ends[i] - batch.num_tokens[i]), int(ends[i]))
-                request.record_prompt_logprobs(int(batch.start[i]), batch.targets[fed], values[fed])
-
-    def _publish(self, rows: Int64, num_computed: Int64) -> None:
-        page = self.control.layout.tokens_per_page
-        more = num_computed // page > self.table.num_published[rows]
-        for row, computed in zip(rows[more].tolist(), num_computed[more].tolist(), strict=True):
-            request = self._by_row[row]
-            if request is not None:
-                self._admission.publish(request, computed)
-
-    def _fail_not_finite(self, request: Request | None) -> None:
-        """End a request whose logits are not finite; what it offered to others is taken back."""
-        if request is not None and request.handle is not None:
-            self.control.sharing.withdraw(request.handle.row)
-            self.finish(request, "error", NOT_FINITE)
-
     def _give_back(self, request: Request) -> None:
         """Return a request's row and pages, if it has any; what was computed there is lost."""
         if request.handle is not None:
@@ -497,7 +424,8 @@ class Scheduler:
         handle = request.leave()
         if handle is not None:
             self._by_row[handle.row] = None
-            self._rows = self._stop_ids = None
+            self._rows = None
+            self._accounts.running_changed()
             self._admission.left(request)
             self._release(handle)
 

@@ -131,7 +131,7 @@ class DecodeDispatch:
       windows: the distinct sliding windows of the model's layers, None for full attention.
       fused_kernel, floors, forced: as in ``decide``.
       plans: how fused rows are cut, kept from step to step.
-      counts: kind to decisions, one per step with decode rows and window.
+      counts: kind to decisions, one per step with decode rows and window. causes: (kind, cause) to the same decisions.
       num_plans_built: plans of fused launches that were not in the cache.
     """
 
@@ -141,8 +141,8 @@ class DecodeDispatch:
     forced: bool = False
     plans: SplitPlanCache = field(default_factory=SplitPlanCache)
     counts: dict[str, int] = field(default_factory=dict)
+    causes: dict[tuple[str, str], int] = field(default_factory=dict)
     num_plans_built: int = 0
-    _announced: set[tuple[str, str]] = field(default_factory=set)
 
     def outcomes(self, table: KvPageTableV1, block_epoch: int = 0) -> tuple[DispatchOutcome, ...]:
         """What each window's layers do with this step; counts nothing.
@@ -182,6 +182,7 @@ class DecodeDispatch:
                 continue
             self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
             self.num_plans_built += outcome.plan_built
-            if (outcome.kind, outcome.cause) not in self._announced:
-                self._announced.add((outcome.kind, outcome.cause))
+            why = outcome.kind, outcome.cause
+            if why not in self.causes:
                 _log.info("decode: %s", outcome.reason)
+            self.causes[why] = self.causes.get(why, 0) + 1

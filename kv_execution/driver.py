@@ -1,4 +1,8 @@
-"""The paged loop: admit, step, read, finish; preempt when the pool is full.
+"""The paged loop: admit, dispatch, read the step before, finish; preempt when the pool is full.
+
+A step is dispatched before the results of the one before it are read: its tokens go from one to the other on the
+device, and the host plans while the device computes. A request that turns out to have ended has then run one token
+too many, which is dropped; what it freed is used again only by later steps, and the device runs them in order.
 
 For:        policy around the runtime's two calls.
 Not for:    page mechanics (runtime.py), tokenizers, files or MaxText.
@@ -10,13 +14,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from kv_common.errors import RequestError
 from kv_control.invariants import check_invariants
-from kv_control.plan import RequestId
+from kv_control.logit_options import check_logit_options
+from kv_control.plan import RequestId, StepBatch
 from kv_control.request import Request
 from kv_control.scheduler import Scheduler
-from kv_execution.runtime import PagedRuntime
+from kv_execution.runtime import PagedRuntime, StepOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +65,16 @@ class PagedDriver:
       runtime: where steps run.
       scheduler: the queue, over the runtime's own ``ControlPlane`` and releasing through ``runtime.release``.
       check: verify the conservation laws after every step (costs host time).
+      ahead: dispatch each step before the last one is read.
     """
 
-    def __init__(self, runtime: PagedRuntime, scheduler: Scheduler, *, check: bool = False) -> None:
+    def __init__(self, runtime: PagedRuntime, scheduler: Scheduler, *, check: bool = False, ahead: bool = True) -> None:
         self.runtime = runtime
         self.scheduler = scheduler
         self._check = check
+        self._ahead = ahead
+        self._in_flight: StepOutcome | None = None
+        self._cancels: SimpleQueue[RequestId] = SimpleQueue()
         self._num_finished = self._num_failed = self._peak_running = self._peak_pages_held = 0
 
     @property
@@ -98,11 +108,16 @@ class PagedDriver:
                 f"token id {int(request.prompt.max())} is outside the vocabulary of {vocab_size}: "
                 "was it made by another model's tokenizer?"
             )
+        check_logit_options(request, vocab_size)
         self.scheduler.submit(request)
 
     def cancel(self, request_id: RequestId) -> Request | None:
         """End a request in whatever state it is; its pages return. None if it is not here (any more)."""
         return self.scheduler.cancel(request_id)
+
+    def cancel_soon(self, request_id: RequestId) -> None:
+        """As ``cancel``, from any thread: done when the next step begins. Ids that are not here are ignored."""
+        self._cancels.put(request_id)
 
     def run(self, on_step: Callable[[PagedDriver], None] | None = None) -> Iterator[Request]:
         """Step until nothing is left, yielding requests as they finish."""
@@ -113,21 +128,60 @@ class PagedDriver:
                 on_step(self)
 
     def step(self) -> list[Request]:
-        """Run one step, if anything can run, and return the requests that ended since the last call."""
+        """Dispatch a step, if anything can run, and read the one before it (or, without ``ahead``, itself).
+
+        Returns:
+          The requests that ended since the last call.
+        """
+        before, self._in_flight = self._in_flight, None
+        while not self._cancels.empty():
+            self.scheduler.cancel(self._cancels.get())
         if self.scheduler.has_work:
             slices = self.scheduler.slices(self.scheduler.schedule())
-            prepared = self.runtime.prepare_step(slices) if slices else None
-            if prepared is not None:
-                outcome = self.runtime.run_step(prepared)
-                self._peak_running = max(self._peak_running, len(slices))
-                self._peak_pages_held = max(self._peak_pages_held, self.runtime.control.allocator.num_held)
-                self.scheduler.advance(slices)
-                self.scheduler.record_step(slices, outcome.results())
-            elif slices:
-                self._make_room()
-            if self._check:
-                check_invariants(self.runtime.control, self.scheduler)
+            if slices:
+                self._in_flight = self._dispatch(slices, before)
+                if self._in_flight is None and before is None:
+                    self._make_room()
+        if before is not None:
+            self._read(before)
+        if self._in_flight is not None and not self._ahead:
+            self._read(self._in_flight)
+            self._in_flight = None
+        if not self.scheduler.has_work:
+            self._in_flight = None  # whoever it ran for has ended
+        if self._check:
+            check_invariants(self.runtime.control, self.scheduler)
         return self.pop_finished()
+
+    @property
+    def fills_pipe(self) -> bool:
+        """Whether the next ``step`` only dispatches, because none is in flight that it could read."""
+        return self._ahead and self._in_flight is None
+
+    def settle(self) -> list[Request]:
+        """Read the step in flight, if there is one, and dispatch none: what was computed is counted.
+
+        Returns:
+          The requests that ended since the last call.
+        """
+        before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self._read(before)
+        return self.pop_finished()
+
+    def _dispatch(self, slices: StepBatch, before: StepOutcome | None) -> StepOutcome | None:
+        """Start a step, behind the one in flight; None when the pool has no room for it."""
+        prepared = self.runtime.prepare_step(slices)
+        if prepared is None:
+            return None
+        outcome = self.runtime.run_step(prepared, after=before)
+        self._peak_running = max(self._peak_running, len(slices))
+        self._peak_pages_held = max(self._peak_pages_held, self.runtime.control.allocator.num_held)
+        self.scheduler.advance(slices)
+        return outcome
+
+    def _read(self, outcome: StepOutcome) -> None:
+        self.scheduler.record_step(outcome.plan.slices, outcome.results())
 
     def _make_room(self) -> None:
         """The pool had no room for the step: send the newest back, to be computed again later."""

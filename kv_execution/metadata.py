@@ -65,6 +65,8 @@ class SamplingInputs:
       seed: uint32 ``[S]``.
       sample_index: int32 ``[S]``.
       position: int32 ``[S]``, absolute position of the token to be chosen.
+      options_row: int32 ``[S]``, the row of ``logit_adjust.OptionRows`` that acts on it; -1 for none. None: for nobody.
+      num_top: int32 ``[S]``, alternatives wanted beside it; None: for nobody.
     """
 
     temperature: Array
@@ -74,6 +76,8 @@ class SamplingInputs:
     seed: Array
     sample_index: Array
     position: Array
+    options_row: Array = None
+    num_top: Array = None
 
 
 @jax.tree_util.register_dataclass

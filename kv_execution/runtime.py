@@ -18,13 +18,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from kv_common.errors import ConfigError
 from kv_control.control_plane import ControlPlane
 from kv_control.metrics import ControlMetrics
 from kv_control.plan import RequestHandle, RequestSlice, StepPlan, StepResults
 from kv_execution.compile_events import CompileCounter
 from kv_execution.dispatch import DecodeDispatch, DispatchOutcome
-from kv_execution.metadata import StepInputs
-from kv_execution.model import PagedModel, Params
+from kv_execution.logit_adjust import OptionTable
+from kv_execution.model import PagedModel, Params, Pools
+from kv_execution.packing import Packing, pack
 from kv_execution.pool import Scrubber
 from kv_execution.step import StepOutputs, make_step_program
 from kv_execution.step_inputs import build_step_inputs
@@ -32,10 +34,11 @@ from kv_execution.step_inputs import build_step_inputs
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step whose pages are held, scrubbed and planned, and whose arrays are built."""
+    """A step whose pages are held, scrubbed and planned, and whose arrays are built (``StepInputs``, packed)."""
 
     plan: StepPlan
-    inputs: StepInputs
+    buffer: NDArray[np.int32]
+    packing: Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +84,14 @@ class StepOutcome:
     def results(self) -> StepResults:
         """Wait for the step; its results beside ``plan.slices``. One small read."""
         batch = self.plan.slices
-        tokens, logprobs, ok, scored = jax.device_get(
+        outputs = self.outputs
+        wants_top = batch.options is not None and batch.options.num_top.any()
+        samples, scored, top_ids, top = jax.device_get(
             (
-                self.outputs.tokens,
-                self.outputs.logprobs,
-                self.outputs.ok,
-                self.outputs.target_logprobs if batch.targets is not None else None,
+                outputs.samples,
+                outputs.target_logprobs if batch.targets is not None else None,
+                outputs.top_ids if wants_top else None,
+                outputs.top_logprobs if wants_top else None,
             )
         )
         sampled, num_sampled = batch.samples, int(batch.samples.sum())
@@ -95,10 +100,15 @@ class StepOutcome:
             logprobs=np.full(len(batch), np.nan, np.float32),
             ok=np.ones(len(batch), np.bool_),
             target_logprobs=None if batch.targets is None else np.full(len(batch.tokens), np.nan, np.float32),
+            top_ids=np.zeros((len(batch), top.shape[1]), np.int32) if wants_top else None,
+            top_logprobs=np.full((len(batch), top.shape[1]), np.nan, np.float32) if wants_top else None,
         )
-        results.tokens[sampled] = tokens[:num_sampled]
-        results.logprobs[sampled] = logprobs[:num_sampled]
-        results.ok[sampled] = ok[:num_sampled]
+        tokens, logprobs, ok = samples[:, :num_sampled]
+        results.tokens[sampled] = tokens
+        results.logprobs[sampled] = logprobs.view(np.float32)
+        results.ok[sampled] = ok != 0
+        if results.top_ids is not None and results.top_logprobs is not None:
+            results.top_ids[sampled], results.top_logprobs[sampled] = top_ids[:num_sampled], top[:num_sampled]
         if batch.targets is not None and results.target_logprobs is not None:
             wanted = batch.targets >= 0
             results.target_logprobs[wanted] = scored[: int(wanted.sum())]
@@ -136,6 +146,7 @@ class RuntimeMetrics:
       num_scrubbed_pages: recycled pages overwritten before reuse. num_copied_pages: pages copied for a group's samples.
       steps_by_backend: attention backend to the steps it ran.
       decodes_by_kind: ``"fused"`` or ``"gather"`` to the launches of decode rows, one per step and attention window.
+      decodes_by_cause: the same launches by (kind, what decided it).
       num_plans_built: plans that fused launches needed; the others reused the last one.
       steps_by_rung: token rung to steps.
       compiled: jitted function to programs obtained in this process since the runtime was made.
@@ -149,6 +160,7 @@ class RuntimeMetrics:
     num_copied_pages: int
     steps_by_backend: dict[str, int]
     decodes_by_kind: dict[str, int]
+    decodes_by_cause: dict[tuple[str, str], int]
     num_plans_built: int
     steps_by_rung: dict[int, int]
     compiled: dict[str, int]
@@ -184,16 +196,17 @@ class PagedRuntime:
     ) -> None:
         self.model = model
         self.control = control
-        self.params = params
+        self._params, self._param_leaves = params, jax.tree.leaves(params)
         self.params_revision = 0
         self.run_key = run_key
         self._backend = backend
         self._decode = decode or DecodeDispatch(fused_kernel=f"the {backend} backend has no split-KV")
         self._poison_on_free = poison_on_free
         self._compiles = CompileCounter()
-        self._pools = model.create_pools()
+        leaves, self._pools_structure = jax.tree.flatten(model.create_pools())
+        self._pool_leaves: Sequence[jax.Array] = leaves
         self._scrubber = Scrubber(model.layout.num_pages)
-        self._program = make_step_program(model, max_num_seqs=control.max_num_seqs)
+        self._program = make_step_program(model, params=params, pools=self.pools, max_num_seqs=control.max_num_seqs)
         tokens = np.zeros(control.max_num_seqs, np.int32)
         mesh = model.mesh
         # Placed as the program's own outputs are: fed differently, the first step would compile twice.
@@ -202,6 +215,9 @@ class PagedRuntime:
         )
         self._num_tokens = self._num_padded = self._num_scrubbed = self._num_copied = 0
         self._rungs: dict[int, int] = {}
+        self._options = OptionTable(
+            max_num_seqs=control.max_num_seqs, max_model_len=control.max_model_len, mesh=model.mesh
+        )
 
     def open(self) -> RequestHandle | None:
         """A row for a request; None when all are taken."""
@@ -223,18 +239,24 @@ class PagedRuntime:
         if reservation is None:
             return None
         if len(reservation.dirty_pages):
-            self._pools = self._scrubber.scrub(self._pools, reservation.dirty_pages)
+            self._pool_leaves = self._scrubber.scrub(self._pool_leaves, reservation.dirty_pages)
             self._num_scrubbed += len(reservation.dirty_pages)
         if reservation.copies.size:
-            self._pools = self._scrubber.copy(self._pools, *reservation.copies)
+            self._pool_leaves = self._scrubber.copy(self._pool_leaves, *reservation.copies)
             self._num_copied += reservation.copies.shape[1]
         plan = self.control.plan(self.control.confirm_scrubbed(reservation))
-        return PreparedStep(plan, build_step_inputs(plan))
+        return PreparedStep(plan, *pack(build_step_inputs(plan)))
 
-    def run_step(self, prepared: PreparedStep) -> StepOutcome:
-        """Dispatch a prepared step. Returns at once; ``StepOutcome.read`` waits."""
+    def run_step(self, prepared: PreparedStep, *, after: StepOutcome | None = None) -> StepOutcome:
+        """Dispatch a prepared step. Returns at once; ``StepOutcome.read`` waits.
+
+        Args:
+          after: the step whose tokens ``previous_sample`` names; None: the last one that ran, whoever ran it.
+        """
         plan = prepared.plan
         decode = self._decode.outcomes(plan.table, plan.block_epoch)
+        if after is not None:
+            self._previous_tokens = after.outputs.tokens
         outputs = self._dispatch(prepared)
         self._decode.launched(decode)
         self._num_tokens += plan.table.num_tokens
@@ -243,8 +265,15 @@ class PagedRuntime:
         return StepOutcome(plan, outputs, self._backend, decode)
 
     def _dispatch(self, prepared: PreparedStep) -> StepOutputs:
-        self._pools, outputs = self._program(
-            self.params, self._pools, prepared.inputs, self._previous_tokens, self.run_key
+        self._options.follow(prepared.plan.slices, self._previous_tokens)
+        self._pool_leaves, outputs = self._program(
+            self._param_leaves,
+            self._pool_leaves,
+            prepared.buffer,
+            self._previous_tokens,
+            self._options.rows,
+            self.run_key,
+            prepared.packing,
         )
         self._previous_tokens = outputs.tokens
         self.control.commit(prepared.plan)
@@ -259,12 +288,13 @@ class PagedRuntime:
           on_rung: called with ``(rungs done, rungs in all)`` after each.
         """
         rungs = self.control.token_ladder.rungs
-        self._pools = self._scrubber.warm_up(self._pools)
+        self._pool_leaves = self._scrubber.warm_up(self._pool_leaves)
+        self._options.warm_up(self._previous_tokens)
         for done, rung in enumerate(rungs, start=1):
             reservation = self.control.reserve([])
             assert reservation is not None  # an empty step needs no page
             plan = self.control.plan(self.control.confirm_scrubbed(reservation), min_token_rung=rung)
-            self._dispatch(PreparedStep(plan, build_step_inputs(plan)))
+            self._dispatch(PreparedStep(plan, *pack(build_step_inputs(plan))))
             if on_rung is not None:
                 jax.block_until_ready(self._previous_tokens)
                 on_rung(done, len(rungs))
@@ -278,6 +308,9 @@ class PagedRuntime:
 
         Returns:
           The cached pages that were forgotten.
+
+        Raises:
+          ConfigError: they are another model's.
         """
         self.params = params
         self.params_revision += 1
@@ -291,12 +324,28 @@ class PagedRuntime:
 
     def _poison(self, freed: NDArray[np.int32]) -> None:
         if self._poison_on_free and len(freed):
-            self._pools = self._scrubber.poison(self._pools, freed)
+            self._pool_leaves = self._scrubber.poison(self._pool_leaves, freed)
 
     @property
-    def pools(self) -> object:
+    def params(self) -> Params:
+        """The weights; others of the same structure, shapes and shardings may take their place."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        structures: set[object] = {jax.tree.structure(params), jax.tree.structure(self._params)}
+        if len(structures) > 1:
+            raise ConfigError("these weights are another model's: their tree differs")
+        self._params, self._param_leaves = params, jax.tree.leaves(params)
+
+    @property
+    def pools(self) -> Pools:
         """The pools as they stand; the next step donates them."""
-        return self._pools
+        return jax.tree.unflatten(self._pools_structure, self._pool_leaves)
+
+    @pools.setter
+    def pools(self, pools: Pools) -> None:
+        self._pool_leaves = jax.tree.leaves(pools)
 
     def metrics(self) -> RuntimeMetrics:
         """Counts so far."""
@@ -310,6 +359,7 @@ class PagedRuntime:
             num_copied_pages=self._num_copied,
             steps_by_backend={self._backend: steps} if steps else {},
             decodes_by_kind=dict(sorted(self._decode.counts.items())),
+            decodes_by_cause=dict(sorted(self._decode.causes.items())),
             num_plans_built=self._decode.num_plans_built,
             steps_by_rung=dict(sorted(self._rungs.items())),
             compiled=self._compiles.by_function(),

@@ -7,7 +7,8 @@ May import: kv_common, kv_control, jax.
 A row's key is folded from the run key, its seed, its sample index and the absolute position of the token,
 so its token does not depend on row index, batch mates, padding, chunking or preemption. Filters act in
 this order: temperature, top-k, top-p over what top-k left, min-p. Of equally likely tokens the smaller id
-is the likelier one, as in argmax.
+is the likelier one, as in argmax. A row with options of its own (logit_adjust.py) chooses from logits that were
+changed first; what is reported of its token is still the model's.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kv_execution.logit_adjust import OptionRows, adjust_logits
 from kv_execution.logprobs import chosen_logprobs
 from kv_execution.metadata import Array, SamplingInputs
 
 ROWS_PER_BLOCK = 8
-"""Rows that sample, and filter if they ask for it, together; greedy rows are in no block."""
+"""Rows that sample, and filter or change their logits if they ask for it, together; plain greedy rows are in no
+block."""
 
 
-def sample(logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def sample(
+    logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array, options: OptionRows | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Choose a token for each row.
 
     Args:
@@ -33,6 +38,7 @@ def sample(logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array) -> t
       sampling: per-row parameters, ``[S]``. ``temperature <= 0`` is greedy, ``top_k <= 0`` and
         ``>= vocab`` keep all, ``top_p >= 1`` keeps all and ``<= 0`` the likeliest, ``min_p <= 0`` keeps all.
       run_key: a jax PRNG key.
+      options: what ``sampling.options_row`` points into; None where no row has any.
 
     Returns:
       ``(tokens, logprobs, ok)``: int32, float32 and bool ``[S]``. ``logprobs`` are of the raw model
@@ -45,23 +51,31 @@ def sample(logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array) -> t
     # The loop inside would not turn for a greedy batch, but where one block holds all rows XLA lifts its
     # body out as loop-invariant, and everybody pays. It lifts nothing out of a branch.
     tokens = lax.cond(
-        jnp.any(sampling.temperature > 0),
-        lambda: _sampled_rows(logits, sampling, run_key, greedy),
+        jnp.any((sampling.temperature > 0) | _is_adjusted(sampling, options)),
+        lambda: _chosen_rows(logits, sampling, run_key, greedy, options),
         lambda: greedy,
     )
     tokens = jnp.where(ok, tokens, 0)
     return tokens, jnp.where(ok, chosen_logprobs(logits, tokens), jnp.nan), ok
 
 
-def _sampled_rows(logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array, greedy: jax.Array) -> jax.Array:
-    """``greedy`` with the rows of positive temperature replaced, a block of rows at a time."""
+def _is_adjusted(sampling: SamplingInputs, options: OptionRows | None) -> Array:
+    return False if options is None else jnp.asarray(sampling.options_row) >= 0
+
+
+def _chosen_rows(
+    logits: jax.Array, sampling: SamplingInputs, run_key: jax.Array, greedy: jax.Array, options: OptionRows | None
+) -> jax.Array:
+    """``greedy`` with the rows of positive temperature or changed logits replaced, a block of rows at a time."""
     num_rows, vocab = logits.shape
     block = min(ROWS_PER_BLOCK, num_rows)
     sampling = jax.tree.map(jnp.asarray, sampling)
     sampled = sampling.temperature > 0
     filtered = sampled & (_wants_top_k(sampling, vocab) | _wants_top_p(sampling) | (sampling.min_p > 0))
-    # Rows that filter first, rows that only sample next, so that few blocks pay for filters.
-    order = jnp.argsort(jnp.where(filtered, 0, jnp.where(sampled, 1, 2)), stable=True).astype(jnp.int32)
+    chosen_here = sampled | _is_adjusted(sampling, options)
+    # Rows that filter first, rows that only sample next, so that few blocks pay for filters or noise.
+    order = jnp.where(filtered, 0, jnp.where(sampled, 1, jnp.where(chosen_here, 2, 3)))
+    order = jnp.argsort(order, stable=True).astype(jnp.int32)
     order = jnp.pad(order, (0, -num_rows % block), constant_values=num_rows)
 
     def run_block(i: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -69,18 +83,25 @@ def _sampled_rows(logits: jax.Array, sampling: SamplingInputs, run_key: jax.Arra
         mine = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), sampling)
         active = mine.temperature > 0
         raw = logits.at[rows].get(mode="clip")
+        if options is not None:
+            raw = lax.cond(
+                jnp.any(mine.options_row >= 0),
+                lambda: adjust_logits(raw, options, mine.options_row, mine.position),
+                lambda: raw,
+            )
         # Distance from the likeliest, so that a tiny temperature cannot overflow. Rows that are greedy or
         # padding divide by 1; their result is not used.
         distance = (jnp.max(raw, axis=-1, keepdims=True) - raw) / jnp.where(active, mine.temperature, 1.0)[:, None]
         distance = _filter(distance, mine, active)
         keys = jax.vmap(_row_key, in_axes=(None, 0, 0, 0))(run_key, mine.seed, mine.sample_index, mine.position)
-        noise = jax.vmap(_gumbel, in_axes=(0, None))(keys, vocab)
+        noise = jnp.where(active[:, None], jax.vmap(_gumbel, in_axes=(0, None))(keys, vocab), 0.0)
         # Without the barrier XLA:CPU draws the noise inside the reduction, one number at a time.
         chosen = _likeliest(lax.optimization_barrier(noise - distance))
-        return tokens.at[jnp.where(active, rows, num_rows)].set(chosen, mode="drop")
+        replaced = active | _is_adjusted(mine, options)
+        return tokens.at[jnp.where(replaced, rows, num_rows)].set(chosen, mode="drop")
 
-    num_sampled = jnp.sum(sampled, dtype=jnp.int32)
-    return lax.fori_loop(0, -(-num_sampled // block), run_block, greedy)
+    num_chosen = jnp.sum(chosen_here, dtype=jnp.int32)
+    return lax.fori_loop(0, -(-num_chosen // block), run_block, greedy)
 
 
 def _likeliest(scores: jax.Array) -> jax.Array:

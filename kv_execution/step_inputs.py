@@ -29,7 +29,8 @@ def build_step_inputs(plan: StepPlan) -> StepInputs:
     wanted = np.zeros(0, np.int64) if batch.targets is None else np.flatnonzero(batch.targets >= 0)
     targets = wanted if batch.targets is None else batch.targets[wanted]
     segment_ids = np.where(plan.table.row_of_token < num_rows, plan.table.row_of_token + 1, 0).astype(np.int32)
-    sampling = batch.sampling.take(sampled)
+    sampling, options = batch.sampling.take(sampled), batch.options
+    nobody = np.zeros(0, np.int32)
     return StepInputs(
         token_ids=_padded(batch.tokens, num_tokens),
         previous_index=previous_index,
@@ -44,6 +45,8 @@ def build_step_inputs(plan: StepPlan) -> StepInputs:
             seed=_padded(sampling.seed, num_rows, GREEDY.seed),
             sample_index=_padded(sampling.sample_index, num_rows, GREEDY.sample_index),
             position=_padded((batch.start + batch.num_tokens)[sampled], num_rows),
+            options_row=_padded(nobody if options is None else options.rows[sampled], num_rows, -1),
+            num_top=_padded(nobody if options is None else options.num_top[sampled], num_rows),
         ),
         target_rows=_padded(wanted, num_tokens),
         targets=_padded(targets, num_tokens),

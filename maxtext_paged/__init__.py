@@ -24,24 +24,34 @@ if TYPE_CHECKING:
         StaleHandleError,
         UnsupportedError,
     )
+    from kv_control.logit_options import Alternatives, LogitOptions
     from kv_control.plan import RequestSlice, SamplingSpec
     from maxtext_paged.batch_rows import InputData
+    from maxtext_paged.completion_output import CompletionOutput
     from maxtext_paged.config import PagedMaxTextConfig, PagedOptions
     from maxtext_paged.engine import PagedMaxEngine
-    from maxtext_paged.offline_engine import CompletionOutput, OfflineEngine
+    from maxtext_paged.formats.own import RowError
+    from maxtext_paged.generation import Generation
+    from maxtext_paged.generation_stream import GenerationStream
+    from maxtext_paged.offline_engine import OfflineEngine
     from maxtext_paged.rows import Row, RowResult, Usage
     from maxtext_paged.sampling_defaults import default_sampling
+    from maxtext_paged.sampling_params import SamplingParams
     from maxtext_paged.session import PagedSession, open_session
     from maxtext_paged.token_stream import PagedToken
     from maxtext_paged.tokenizer import HfTokenizer, load_tokenizer
     from maxtext_paged.worker import PagedInferenceWorker
 
 __all__ = [
+    "Alternatives",
     "CompletionOutput",
     "ConfigError",
+    "Generation",
+    "GenerationStream",
     "HfTokenizer",
     "InputData",
     "KvCacheError",
+    "LogitOptions",
     "OfflineEngine",
     "PagedInferenceWorker",
     "PagedMaxEngine",
@@ -53,7 +63,9 @@ __all__ = [
     "RequestSlice",
     "RequestTooLarge",
     "Row",
+    "RowError",
     "RowResult",
+    "SamplingParams",
     "SamplingSpec",
     "StaleHandleError",
     "UnsupportedError",
@@ -72,13 +84,19 @@ _MODULES = {
         "StaleHandleError",
         "UnsupportedError",
     ),
+    "kv_control.logit_options": ("Alternatives", "LogitOptions"),
     "kv_control.plan": ("RequestSlice", "SamplingSpec"),
     "maxtext_paged.batch_rows": ("InputData",),
+    "maxtext_paged.completion_output": ("CompletionOutput",),
     "maxtext_paged.config": ("PagedMaxTextConfig", "PagedOptions"),
     "maxtext_paged.engine": ("PagedMaxEngine",),
-    "maxtext_paged.offline_engine": ("CompletionOutput", "OfflineEngine"),
+    "maxtext_paged.formats.own": ("RowError",),
+    "maxtext_paged.generation": ("Generation",),
+    "maxtext_paged.generation_stream": ("GenerationStream",),
+    "maxtext_paged.offline_engine": ("OfflineEngine",),
     "maxtext_paged.rows": ("Row", "RowResult", "Usage"),
     "maxtext_paged.sampling_defaults": ("default_sampling",),
+    "maxtext_paged.sampling_params": ("SamplingParams",),
     "maxtext_paged.session": ("PagedSession", "open_session"),
     "maxtext_paged.token_stream": ("PagedToken",),
     "maxtext_paged.tokenizer": ("HfTokenizer", "load_tokenizer"),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import RequestError
+from kv_control.logit_options import NO_LOGIT_OPTIONS
 from kv_control.plan import SamplingSpec
 from maxtext_paged.imports import import_dense_engine
 from maxtext_paged.rows import MAX_SAMPLES, Row, RowResult, row_seed
@@ -46,6 +47,8 @@ class BatchRows:
         sampling: PerRow = None,
         seed: PerRow = None,
         n: int = 1,
+        options: PerRow = None,
+        stop: str | Sequence[str] = (),
     ) -> None:
         """Check what concerns the call as a whole; arguments and errors as in ``OfflineEngine.batch_inference``.
 
@@ -61,10 +64,14 @@ class BatchRows:
         if type(n) is not int or not 1 <= n <= MAX_SAMPLES:
             raise ValueError(f"n={n!r}: must be a whole number in 1..{MAX_SAMPLES}")
         self._n = n
+        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if any(not isinstance(text, str) or not text for text in self._stop):
+            raise ValueError(f"stop={stop!r}: must be strings of at least one character")
         self._max_tokens = self._per_row("max_tokens", max_tokens, operator.index)
         self._min_tokens = self._per_row("min_tokens", min_tokens, operator.index)
         self._seeds = self._per_row("seed", seed, operator.index)
         self._sampling = self._per_row("sampling", sampling, _without_seed)
+        self._options = self._per_row("options", options, lambda given: given)
 
     def __len__(self) -> int:
         """Rows of the call, readable or not."""
@@ -90,6 +97,8 @@ class BatchRows:
                 ignore_eos=self._ignore_eos,
                 want_prompt_logprobs=True,
                 n=self._n,
+                options=self._options[place] or NO_LOGIT_OPTIONS,
+                stop=self._stop,
             )
 
     def _set_aside(self, place: int, error: str) -> None:

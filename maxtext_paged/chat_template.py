@@ -1,8 +1,8 @@
 """Chat messages to prompt text: finding a model's template and rendering it.
 
-For:        the templates models publish, in any of the places they publish them, in a sandbox.
-Not for:    token ids.
-May import: the standard library, jinja2, kv_common.
+For:        the templates models publish, in any of the places they publish them, in a sandbox with limits.
+Not for:    token ids, or the sandbox itself (template_process.py).
+May import: the standard library, kv_common, template_process.
 """
 
 from __future__ import annotations
@@ -13,44 +13,47 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from kv_common.errors import ConfigError, RequestError
+from maxtext_paged.template_process import TemplateRenderer, shared_renderer
 
 Templates = Mapping[str, str]
 """Template texts by name; a model's only template is called ``default``."""
 
+MAX_SOURCE_CHARACTERS = 2**20
+"""Of a template. Published ones have some thousands."""
+
 
 class ChatTemplate:
-    """One compiled template. Rendering it has no side effects and reaches no files or modules."""
+    """One template. Rendering it has no side effects, reaches no files or modules, and ends within limits."""
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = datetime.now
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        now: Callable[[], datetime] = datetime.now,
+        renderer: TemplateRenderer | None = None,
     ) -> None:
         """Compile ``source``.
 
         Args:
           special_tokens: texts the template may name, such as ``{"bos_token": "<s>"}``.
           now: the clock behind ``strftime_now``, with which some templates write today's date.
+          renderer: where it runs, and what it may take; None is this process's.
 
         Raises:
-          ConfigError: the template is not valid Jinja.
+          ConfigError: the template is not valid Jinja, or takes too much to compile.
         """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
-        self._special_tokens = dict(special_tokens)
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise ConfigError(
+                f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARACTERS} are read"
+            )
+        self._source, self._special_tokens, self._now = source, dict(special_tokens), now
+        self._renderer = renderer or shared_renderer()
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
+            self._renderer.check(source)
+        except RequestError as error:
+            raise ConfigError(f"the chat template cannot be compiled: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:
         """The prompt text of ``messages``.
@@ -65,11 +68,11 @@ class ChatTemplate:
         """
         checked = [_message(index, message) for index, message in enumerate(_listed(messages))]
         variables = {"tools": None, "documents": None, **self._special_tokens, **more}
+        variables |= {"messages": checked, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(messages=checked, add_generation_prompt=add_generation_prompt, **variables)
-        except Exception as error:  # a template is a stranger's program: whatever it raises fails this row only
-            reason = str(error) or type(error).__name__
-            raise RequestError(f"the chat template refuses these messages: {reason}") from error
+            return self._renderer.render(self._source, variables, self._now())
+        except RequestError as error:  # a stranger's program: whatever it does fails this row only
+            raise RequestError(f"the chat template refuses these messages: {error}") from None
 
 
 def find_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> Templates:
@@ -123,25 +126,6 @@ def choose_template(templates: Templates, asked: str | None, directory: Path | N
     if len(templates) == 1:
         return next(iter(templates.values()))
     raise ConfigError(f"chat templates {sorted(templates)}, none called 'default': name one as `chat_template`")
-
-
-class _GenerationTag(Extension):
-    """``{% generation %}`` marks the assistant's words for training; here its body is just rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes <, > and & for HTML; models were trained on the plain characters.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _named(value: Any, place: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kv_common.errors import ConfigError
 from kv_execution.dispatch import MEASURED_FLOORS, UNMEASURED_FLOORS
+from kv_execution.products import MEASURED_MAX_ROWS
 
 NATIVE_ENVIRONMENT_VARIABLE = "PAGED_ATTENTION_NATIVE"
 """Environment form of ``paged_attention_native``: the kill switch wins over everything."""
@@ -36,6 +37,11 @@ DEFAULT_MAX_NUM_SEQS = 32
 def _as_word(value: Any) -> Any:
     """YAML and ``key=value`` read a bare 0 or 1 as a number; the option is a word."""
     return str(int(value)) if isinstance(value, int) else value
+
+
+def _as_switch(value: Any) -> Any:
+    """YAML reads a bare on or off as a truth value; the option is a word."""
+    return ("off", "on")[value] if isinstance(value, bool) else value
 
 
 class PagedOptions(BaseModel):
@@ -79,6 +85,12 @@ class PagedOptions(BaseModel):
         ge=0,
         description="Longest piece of one prompt that runs in one step. 0: whatever the step has room for.",
     )
+    paged_async_scheduling: bool = Field(
+        True,
+        description="Dispatch each step before the results of the last one are read; sampled tokens go from step to "
+        "step on the device. A request that a stop token ends runs one token too many, which is dropped. Results do "
+        "not depend on it.",
+    )
     paged_enable_prefix_cache: bool = Field(
         False,
         description="Keep whole pages of ended requests while there is room, and share them between requests with "
@@ -103,6 +115,17 @@ class PagedOptions(BaseModel):
         "auto",
         description="0: never a native kernel, whatever else is set (also as the environment variable "
         "PAGED_ATTENTION_NATIVE). 1: native kernels without regard to the floors below.",
+    )
+    paged_native_products: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)] = Field(
+        "auto",
+        description="Matrix products of few rows, which decode steps are made of, in C++ instead of XLA's. on: or an "
+        f"error. auto: on one CPU device, float32, up to {MEASURED_MAX_ROWS} rows, as measured.",
+    )
+    paged_weight_dtype: Literal["auto", "bfloat16"] = Field(
+        "auto",
+        description="Element type in which the weights of dense layers are held. auto: the model's `dtype`. bfloat16: "
+        "half the memory, and half the reading of a decode step; they are widened as they are read, and all arithmetic "
+        "stays float32. Exact where the checkpoint's own values are bfloat16. Needs native products.",
     )
     paged_split_kv_min_tokens: int = Field(
         -1,

@@ -16,6 +16,7 @@ import numpy as np
 from maxtext.inference.maxengine.maxengine import MaxEngine
 
 from kv_common.errors import ConfigError, PageStateError, RequestError, StaleHandleError, UnsupportedError
+from kv_control.logit_options import NO_LOGIT_OPTIONS, LogitOptions
 from kv_control.plan import RequestHandle, RequestId, RequestSlice, SamplingSpec
 from kv_control.request import Request, RequestStatus
 from kv_execution.runtime import StepOutcome
@@ -130,6 +131,8 @@ class PagedMaxEngine(MaxEngine):
         sampling: SamplingSpec | None = None,
         stop_token_ids: Iterable[int] = (),
         return_prompt_logp: bool = False,
+        min_tokens: int = 0,
+        options: LogitOptions = NO_LOGIT_OPTIONS,
     ) -> tuple[Request, int, float] | None:
         """Run a prompt and sample its first token.
 
@@ -142,6 +145,8 @@ class PagedMaxEngine(MaxEngine):
           sampling: None follows ``decode_sampling_*``, with a seed of this prompt's own.
           stop_token_ids: tokens that end it; none are known otherwise.
           return_prompt_logp: fill ``request.prompt_logprobs``.
+          min_tokens: no stop token is chosen before so many.
+          options: penalties, bias, and alternatives, which are in ``request.alternatives``.
 
         Returns:
           ``(request, token, logprob)``. The request is the handle for ``release``; None when rows or pages are
@@ -163,6 +168,8 @@ class PagedMaxEngine(MaxEngine):
             sampling=sampling,
             stop_token_ids=frozenset(stop_token_ids),
             want_prompt_logprobs=return_prompt_logp,
+            min_tokens=min_tokens,
+            options=options,
         )
         request = worker.new_request(row)
         scheduler = session.driver.scheduler
@@ -176,6 +183,7 @@ class PagedMaxEngine(MaxEngine):
             )
         while not full and not request.num_generated and not request.finished:
             worker.step()
+            worker.settle()  # its token, and not a step more of the others
             full = request.status is RequestStatus.WAITING  # not let in, or sent back for older ones
         if full:
             session.driver.cancel(request.id)
@@ -199,12 +207,22 @@ class PagedMaxEngine(MaxEngine):
         """
         worker, scheduler = self._worker(), self._started().driver.scheduler
         if any(stream.starved for stream in self._streams.values()):
+            if self._started().driver.fills_pipe:
+                worker.step()
             worker.step()
         while True:
             pieces = [piece for stream in self._streams.values() if (piece := stream.next()) is not None]
             if pieces or all(stream.ended for stream in self._streams.values()) or not scheduler.has_work:
                 return pieces
             worker.step()
+
+    def cancel(self, request: Request) -> None:
+        """End a request of ``prefill_paged``, from any thread: when the next step begins, whatever its state is then.
+
+        ``generate_paged`` hands out what it got until then, the last with ``finish_reason`` "cancelled" (unless it had
+        ended already). It is still to be released.
+        """
+        self._started().driver.cancel_soon(request.id)
 
     def release(self, handle: Request | RequestHandle) -> None:
         """End a request, whatever its state, and give its row and pages back.

@@ -17,8 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from kv_common.errors import KvCacheError
+from kv_control.logit_options import LogitOptions
 from kv_control.plan import SamplingSpec
 from maxtext_paged.formats import BadRow, InputRow, RowError
+from maxtext_paged.row_limits import cannot_fit
 from maxtext_paged.rows import Row, RowResult, row_seed
 
 
@@ -61,6 +63,10 @@ class Intake:
             return _bad(source, repeated)
         if isinstance(source, BadRow):
             return source
+        count = cannot_fit(source.prompt, source.messages, self.max_model_len)
+        if count is not None:
+            message = f"the prompt has {count} characters, and the context holds {self.max_model_len} tokens"
+            return _bad(source, RowError(message, "context_length_exceeded"))
         try:
             tokens = self._tokens(source)
         except KvCacheError as error:
@@ -80,7 +86,11 @@ class Intake:
             stop_token_ids=frozenset(source.stop_token_ids or ()),
             ignore_eos=bool(source.ignore_eos),
             min_tokens=source.min_tokens or 0,
+            want_prompt_logprobs=bool(source.prompt_logprobs or (source.echo and source.logprobs)),
             n=source.n or 1,
+            options=_logit_options(source),
+            stop=(source.stop,) if isinstance(source.stop, str) else tuple(source.stop or ()),
+            include_stop=bool(source.include_stop_str_in_output),
         )
 
     def _tokens(self, source: InputRow) -> list[int]:
@@ -94,7 +104,8 @@ class Intake:
         if not tokens:
             return RowError("the prompt has no tokens: a model needs at least one to continue", "empty_prompt")
         prompt = "prompt" if source.tokens is None else "tokens"
-        for name, ids in ((prompt, tokens), ("stop_token_ids", source.stop_token_ids or ())):
+        bias = list(map(int, source.logit_bias or ()))
+        for name, ids in ((prompt, tokens), ("stop_token_ids", source.stop_token_ids or ()), ("logit_bias", bias)):
             beyond = max(ids, default=0)
             if beyond >= self.vocab_size:
                 return RowError(
@@ -102,6 +113,10 @@ class Intake:
                     "model's tokenizer?",
                     "bad_value",
                 )
+        if (source.top_logprobs or 0) > self.vocab_size:
+            return RowError(
+                f"top_logprobs={source.top_logprobs}: the vocabulary has {self.vocab_size} tokens", "bad_value"
+            )
         if len(tokens) > self.max_model_len:
             return RowError(
                 f"the prompt has {len(tokens)} tokens, the context holds {self.max_model_len}: raise "
@@ -121,8 +136,21 @@ class Intake:
         )
 
 
+def _logit_options(source: InputRow) -> LogitOptions:
+    return LogitOptions(
+        repetition_penalty=1.0 if source.repetition_penalty is None else float(source.repetition_penalty),
+        presence_penalty=float(source.presence_penalty or 0),
+        frequency_penalty=float(source.frequency_penalty or 0),
+        logit_bias={int(token): float(bias) for token, bias in (source.logit_bias or {}).items() if bias},
+        top_logprobs=source.top_logprobs or 0,
+    )
+
+
 def completion_text(tokenizer: Tokenizer, result: RowResult) -> str:
-    """Text of a row's whole completion; the token that ended it stays out of it (and in the ids)."""
+    """Text of a row's whole completion; the token that ended it stays out of it (and in the ids), and so does a stop
+    string with all behind it."""
+    if result.text is not None:
+        return result.text
     ids = result.completion_ids
     return tokenizer.decode(ids[:-1].tolist() if result.finish_reason == "stop" else ids.tolist())
 

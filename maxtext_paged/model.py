@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
 from kv_execution.metadata import PageMetadata, StepInputs
 from kv_execution.pool import create_zeroed, pool_dtype
+from kv_execution.products import XLA_PRODUCTS, ProductChoice
 from kv_execution.sharding import (
     KV_KERNEL_AXES,
     check_head_sharding,
@@ -46,6 +47,7 @@ from maxtext_paged.binding import (
 )
 from maxtext_paged.families import require_supported_block
 from maxtext_paged.mesh_axes import check_mesh, check_weights_divide
+from maxtext_paged.products import bind_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class ModelGeometry:
       head_axes: mesh axes (of size above one) that shard KV heads.
       layer_options: attention arithmetic of each module. has_sinks: whether they use attention sinks.
       num_query_heads: the most of any attention module. weight_bytes: of all weights as they are held, on one device.
+      model: the unbound model itself, abstract. To build it takes seconds, so ``MaxTextPagedModel`` takes this one.
     """
 
     num_layers: int
@@ -67,6 +70,7 @@ class ModelGeometry:
     has_sinks: bool
     num_query_heads: int
     weight_bytes: int
+    model: nnx.Module = field(repr=False, compare=False)
 
     def layout(self, mesh: Mesh, *, num_pages: int, tokens_per_page: int, dtype: str) -> KvStorageLayoutV1:
         """The pool geometry of ``num_pages`` pages on ``mesh``.
@@ -99,7 +103,7 @@ def model_geometry(config: Any, mesh: Mesh) -> ModelGeometry:
     check_mesh(config, mesh)
     with logical_axis_rules(config.logical_axis_rules):
         try:
-            model = nnx.eval_shape(_model_maker(config, mesh))
+            model = abstract_model(config, mesh)
         except ValueError as error:
             # Heads that do not divide are found by MaxText itself first; its advice is the one to give.
             kind = LayoutError if "num_kv_heads" in str(error) else ConfigError
@@ -126,7 +130,13 @@ def model_geometry(config: Any, mesh: Mesh) -> ModelGeometry:
         has_sinks=any(attention.sinks is not None for _, attention in modules),
         num_query_heads=max(int(attention.num_query_heads) for _, attention in modules),
         weight_bytes=weight_device_bytes(weights),
+        model=model,
     )
+
+
+def abstract_model(config: Any, mesh: Mesh) -> nnx.Module:
+    """MaxText's own model, unbound, of shapes alone; called under the configuration's logical axis rules."""
+    return nnx.eval_shape(_model_maker(config, mesh))
 
 
 def k_projection_head_axes(abstract_params: nnx.State, attention: str, mesh: Mesh) -> tuple[str, ...] | None:
@@ -163,6 +173,7 @@ class MaxTextPagedModel:
       mesh: the mesh the model was built for.
       layout: geometry of the pools.
       head_axes: mesh axes (of size above one) that shard KV heads.
+      products: which matrix products run natively, and why.
       abstract_params: ``nnx.State`` of ``jax.ShapeDtypeStruct`` with shardings, the restore target.
     """
 
@@ -174,20 +185,31 @@ class MaxTextPagedModel:
         layout: KvStorageLayoutV1,
         head_axes: tuple[str, ...],
         backend: PagedAttentionBackend,
+        products: ProductChoice = XLA_PRODUCTS,
+        model: nnx.Module | None = None,
     ) -> None:
+        """Bind a model.
+
+        Args:
+          products: which matrix products the dense layers run.
+          model: ``ModelGeometry.model`` of the same configuration and mesh, which stays as it is; built if None.
+        """
         self.config = config
         self.mesh = mesh
         self.layout = layout
         self.head_axes = head_axes
-        create = _model_maker(config, mesh)
         with logical_axis_rules(config.logical_axis_rules):
             bound = nnx.eval_shape(
-                lambda: bind_paged_attention(create(), layout, backend=backend, mesh=mesh, head_axes=head_axes)
+                lambda model: bind_paged_attention(model, layout, backend=backend, mesh=mesh, head_axes=head_axes),
+                abstract_model(config, mesh) if model is None else model,
             )
+            self.products = bind_products(bound, products)
             graph, params, pools, step, rest = nnx.split(bound, nnx.Param, PagePool, StepVariable, ...)
             self._graph, self._pools, self._step = graph, pools, step
             self._layer_paths = _attention_paths(bound)
             self.abstract_params = _abstract_params(config, mesh, params)
+        if products.half_weights:
+            self.abstract_params = _kernels_in_bfloat16(self.abstract_params, self.products.native)
         self._rest = _materialize_rng_state(rest)
 
     @property
@@ -332,10 +354,40 @@ def _held_dtype(config: Any, path: Any, dtype: Any) -> Any:
     return config.dtype if cast_by_layer and wider and "norm" not in names else dtype
 
 
-def _model_maker(config: Any, mesh: Mesh) -> Any:
-    return model_creation_utils.get_nnx_create_model_fn(
-        config, mesh=mesh, model_mode=MODEL_MODE_PREFILL, quant_mode_str="train"
+class _SameKey(nnx.RngStream):
+    """Gives one key again and again: for shapes, nobody looks at a number.
+
+    Counting keys costs more than all the rest of building a model abstractly: flax asks the counter, a tracer, for its
+    sharding, and jax answers with an error whose text retells every equation so far. The cost is quadratic in layers.
+    """
+
+    def __call__(self) -> jax.Array:
+        return self.key[...]
+
+
+def _kernels_in_bfloat16(abstract_params: nnx.State, layers: Sequence[str]) -> nnx.State:
+    kernels = {f"{layer}.kernel" for layer in layers}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
+            if ".".join(str(getattr(key, "key", "")) for key in path if hasattr(key, "key")) in kernels
+            else leaf
+        ),
+        abstract_params,
     )
+
+
+def _model_maker(config: Any, mesh: Mesh) -> Any:
+    """Makes MaxText's model inside ``nnx.eval_shape``; not for weights, which would all be drawn from one key."""
+
+    def create() -> Any:
+        rngs = nnx.Rngs(params=0)
+        rngs.params = _SameKey(jax.random.key(0), tag="params")
+        return model_creation_utils.from_config(
+            config, mesh=mesh, model_mode=MODEL_MODE_PREFILL, rngs=rngs, quant_mode_str="train"
+        )
+
+    return create
 
 
 def _materialize_rng_state(rest: nnx.State) -> nnx.State:

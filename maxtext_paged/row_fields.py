@@ -2,16 +2,19 @@
 
 For:        the table of a row's options with their checks, and the keys of other tools that are refused by name.
 Not for:    reading lines (formats) or limits that depend on a model (intake.py).
-May import: the standard library, maxtext_paged.rows.
+May import: the standard library, kv_control, maxtext_paged.rows and stop_strings.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
+from kv_control.logit_options import MAX_ABS_BIAS, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 from maxtext_paged.rows import MAX_SAMPLES
+from maxtext_paged.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 PROMPTS = ("prompt", "messages", "tokens")
 MAX_ID_CHARACTERS = 512
@@ -49,6 +52,41 @@ def token_ids(value: Any) -> str | None:
     return None if fits else f"a list of token ids in 0..{_MAX_TOKEN_ID}"
 
 
+def stop_strings(value: Any) -> str | None:
+    """The check of stop strings."""
+    listed = [value] if isinstance(value, str) else value
+    fits = isinstance(listed, list) and len(listed) <= MAX_STOP_STRINGS and all(map(_is_stop, listed))
+    return None if fits else f"a string or at most {MAX_STOP_STRINGS} of them, of 1 to {MAX_STOP_CHARACTERS} characters"
+
+
+def _is_stop(value: Any) -> bool:
+    return (
+        isinstance(value, str)
+        and 1 <= len(value) <= MAX_STOP_CHARACTERS
+        and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    )
+
+
+def logit_bias(value: Any) -> str | None:
+    """The check of a bias for some tokens, whose ids are written as JSON's keys are: as strings."""
+    fits = isinstance(value, dict) and len(value) <= MAX_LOGIT_BIAS
+    fits = fits and all(re.fullmatch(r"0|[1-9][0-9]{0,9}", str(key)) and int(key) <= _MAX_TOKEN_ID for key in value)
+    fits = fits and all(_bias(number) is None for number in value.values())
+    bound = f"{MAX_ABS_BIAS:g}"
+    return None if fits else f"an object of at most {MAX_LOGIT_BIAS} token ids with numbers from -{bound} to {bound}"
+
+
+_bias = _number("", lambda value: abs(value) <= MAX_ABS_BIAS)
+_FROM_MINUS_2_TO_2 = _number("a number from -2 to 2", lambda value: -2 <= value <= 2)
+_TRUE_OR_FALSE = _is(bool, "true or false")
+
+
+def top_logprobs(value: Any) -> str | None:
+    """The check of a number of alternatives."""
+    fits = type(value) is int and 0 <= value <= MAX_TOP_LOGPROBS
+    return None if fits else f"a whole number in 0..{MAX_TOP_LOGPROBS}"
+
+
 OPTIONS: dict[str, Check] = {
     "max_tokens": _at_least(0),
     "temperature": _number("a finite number of at least 0", lambda value: value >= 0),
@@ -62,6 +100,16 @@ OPTIONS: dict[str, Check] = {
     "n": lambda value: (
         None if type(value) is int and 1 <= value <= MAX_SAMPLES else f"a whole number in 1..{MAX_SAMPLES}"
     ),
+    "stop": stop_strings,
+    "include_stop_str_in_output": _TRUE_OR_FALSE,
+    "repetition_penalty": _number("a number above 0, where 1 is off", lambda value: value > 0),
+    "presence_penalty": _FROM_MINUS_2_TO_2,
+    "frequency_penalty": _FROM_MINUS_2_TO_2,
+    "logit_bias": logit_bias,
+    "logprobs": _TRUE_OR_FALSE,
+    "top_logprobs": top_logprobs,
+    "prompt_logprobs": _TRUE_OR_FALSE,
+    "echo": _TRUE_OR_FALSE,
 }
 
 _LATER = "is not supported yet"
@@ -71,15 +119,14 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tenant": ("is not read from rows: the engine's owner sets `paged_tenant`", ()),
     "cache_salt": ("is not read from rows: the engine's owner sets `paged_tenant`", ()),
     "use_beam_search": ("is not supported: rows are sampled", (False,)),
-    "stop": (f"{_LATER}: use `stop_token_ids`", ([],)),
-    "logit_bias": (_LATER, ({},)),
-    "presence_penalty": (_LATER, (0,)),
-    "frequency_penalty": (_LATER, (0,)),
-    "repetition_penalty": (_LATER, (1,)),
-    "logprobs": (f"{_LATER} in files; the Python interface returns them", (False,)),
-    "top_logprobs": (_LATER, (0,)),
-    "prompt_logprobs": (f"{_LATER} in files; the Python interface returns them", (False,)),
-    "echo": (_LATER, (False,)),
+    "bad_words": ("is not supported: `logit_bias` of -100 keeps single tokens away", ([],)),
+    "allowed_token_ids": ("is not supported: `logit_bias` names single tokens", ([],)),
+    "logits_processors": ("is not supported: rows carry no code", ([],)),
+    "prompt_embeds": ("is not supported: prompts are text or token ids", ()),
+    "multi_modal_data": ("is not supported: text only", ({},)),
+    "guided_decoding_backend": ("is not supported: output is not constrained", ()),
+    "guided_whitespace_pattern": ("is not supported: output is not constrained", ()),
+    "return_tokens_as_token_ids": (_LATER, (False,)),
     "suffix": ("is not supported: text is only continued", ()),
     "stream": ("is not supported: records are written as rows finish", (False,)),
     "stream_options": ("is not supported: records are written as rows finish", ()),
@@ -101,7 +148,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "add_special_tokens": (_LATER, (True,)),
     "skip_special_tokens": (_LATER, (True,)),
     "spaces_between_special_tokens": (_LATER, (True,)),
-    "include_stop_str_in_output": (_LATER, (False,)),
     "add_generation_prompt": (_LATER, (True,)),
     "continue_final_message": (_LATER, (False,)),
     "chat_template": (f"{_LATER} in rows: the tokenizer's directory has it", ()),
@@ -142,7 +188,7 @@ BATCH_PROMPTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"
 """The prompt of a body, by the row's url. Options have their names here as in ``OPTIONS`` ..."""
 
 BATCH_NAMES = {"max_completion_tokens": "max_tokens"}
-"""... but for these."""
+"""... but for these, and for a completion's ``logprobs`` and ``prompt_logprobs``, which are numbers there."""
 
 BATCH_LABELS = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
 """Keys of a body that change nothing here; ``model`` is echoed, the configuration names the one that answers."""

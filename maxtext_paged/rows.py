@@ -7,12 +7,14 @@ May import: numpy, kv_common, kv_control.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_control.logit_options import NO_LOGIT_OPTIONS, Alternatives, LogitOptions
 from kv_control.plan import GREEDY, RequestId, SamplingSpec
 from kv_control.request import FinishReason, Request
 
@@ -51,7 +53,10 @@ class Row:
       max_tokens: most tokens to generate; None means as many as the context and the pool have room for.
       sampling: how to choose them; ``sampling.seed`` comes from ``row_seed``.
       stop_token_ids: tokens that end it, besides the engine's end tokens.
-      ignore_eos: no token ends it. min_tokens: no token ends it before so many.
+      ignore_eos: the engine's end tokens do not end it; its own stop tokens and strings still do.
+      min_tokens: until it has so many, no token that would end it is chosen, and no stop string counts.
+      options: penalties, bias, and alternatives to report.
+      stop: text that ends it; see stop_strings.py. include_stop: leave that in its text.
       want_prompt_logprobs: return the prompt tokens' logprobs too.
       n: samples of it, each from a stream of its own under the row's one seed. They share the prompt's pages.
     """
@@ -66,6 +71,9 @@ class Row:
     min_tokens: int = 0
     want_prompt_logprobs: bool = False
     n: int = 1
+    options: LogitOptions = NO_LOGIT_OPTIONS
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,8 @@ class RowResult:
         the whole prompt where prompt logprobs were not asked for.
       finish_reason: "stop", "length", "cancelled" or "error".
       error: why, where the reason is "error".
+      text: the completion's text where a stop string ended it; None leaves it to whoever decodes ``completion_ids``.
+      alternatives: one entry for each generated token, where ``row.options.top_logprobs`` asks for them.
       samples: where the row asked for several: one result each, in order; what stands beside them is the first
         sample's, and the first error of any.
     """
@@ -110,6 +120,8 @@ class RowResult:
     usage: Usage
     error: str | None = None
     samples: tuple[RowResult, ...] = ()
+    text: str | None = None
+    alternatives: tuple[Alternatives, ...] = ()
 
     @property
     def completion_ids(self) -> NDArray[np.int32]:
@@ -117,8 +129,8 @@ class RowResult:
         return self.token_ids[len(self.row.tokens) :]
 
     @classmethod
-    def of(cls, row: Row, request: Request) -> RowResult:
-        """The result of a finished request."""
+    def of(cls, row: Row, request: Request, text: str | None = None) -> RowResult:
+        """The result of a finished request; ``text`` where a stop string ended it."""
         return cls(
             row=row,
             token_ids=request.tokens.copy(),
@@ -131,14 +143,18 @@ class RowResult:
                 request.num_cached_tokens + request.num_shared_tokens,
             ),
             error=request.error,
+            text=text,
+            alternatives=tuple(request.alternatives),
         )
 
     @classmethod
-    def of_samples(cls, row: Row, requests: Sequence[Request]) -> RowResult:
-        """The result of a row whose samples have all finished, in their order."""
+    def of_samples(
+        cls, row: Row, requests: Sequence[Request], texts: Mapping[RequestId, str | None] = MappingProxyType({})
+    ) -> RowResult:
+        """The result of a row whose samples have all finished, in their order; ``texts`` as in ``of``."""
         if len(requests) == 1:
-            return cls.of(row, requests[0])
-        samples = tuple(cls.of(row, request) for request in requests)
+            return cls.of(row, requests[0], texts.get(requests[0].id))
+        samples = tuple(cls.of(row, request, texts.get(request.id)) for request in requests)
         failed = next((sample for sample in samples if sample.finish_reason in ("error", "cancelled")), samples[0])
         usage = Usage(
             samples[0].usage.prompt_tokens,
@@ -149,8 +165,8 @@ class RowResult:
         return replace(samples[0], finish_reason=failed.finish_reason, error=failed.error, usage=usage, samples=samples)
 
     @classmethod
-    def refused(cls, row: Row, error: str) -> RowResult:
-        """The result of a row that could not be run at all; it keeps its prompt where that consists of token ids."""
+    def refused(cls, row: Row, error: str | None, reason: FinishReason = "error") -> RowResult:
+        """The result of a row that was not run at all; it keeps its prompt where that consists of token ids."""
         try:
             tokens = np.asarray(row.tokens).reshape(-1)
         except ValueError:  # lists of different lengths
@@ -161,7 +177,7 @@ class RowResult:
             row=row,
             token_ids=tokens,
             logprobs=np.full(len(tokens), np.nan, np.float32),
-            finish_reason="error",
+            finish_reason=reason,
             usage=Usage(len(tokens), 0),
             error=error,
         )

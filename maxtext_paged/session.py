@@ -28,11 +28,12 @@ from kv_execution.attention.native import native_threads
 from kv_execution.attention.select import KNOWN_BACKENDS, BackendChoice, choose_backend
 from kv_execution.dispatch import DecodeDispatch, SplitFloors, floors_for
 from kv_execution.driver import PagedDriver
+from kv_execution.products import ProductChoice, choose_products, num_native_products
 from kv_execution.runtime import PagedRuntime
 from kv_execution.split_plan import SplitPlanCache, split_kv_workspace_bytes
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
 from maxtext_paged.loading import load_params, params_from_tree
-from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry
+from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry, weight_device_bytes
 from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
 from maxtext_paged.processes import check_agreement
@@ -114,6 +115,10 @@ class PagedSession:
         """Sample from another run key (``jax.random.key`` or ``PRNGKey``) from the next step on; no step recompiles."""
         self.runtime.run_key = run_key(rng, self.model.mesh)
 
+    def num_native_products(self) -> int:
+        """Matrix products that our kernel has computed in this process so far, warm-up included."""
+        return num_native_products()
+
     def close(self) -> None:
         """Give the pools' memory back. Weights may be the caller's and are only let go; no step runs any more."""
         for leaf in jax.tree.leaves(self.runtime.pools):
@@ -190,6 +195,18 @@ def backend_of(options: PagedOptions, geometry: ModelGeometry, mesh: Mesh, layou
     )
 
 
+def products_of(options: PagedOptions, config: Any, mesh: Mesh) -> ProductChoice:
+    """Which matrix products of a model run natively."""
+    return choose_products(
+        options.paged_native_products,
+        platform=mesh.devices.flat[0].platform,
+        num_devices=mesh.size,
+        dtype=np.dtype(config.dtype).name,
+        native_switch=native_switch(options),
+        weight_dtype=options.paged_weight_dtype,
+    )
+
+
 def open_session(config: Any, *, mesh: Mesh | None = None, params: Any = None, rng: Any = None) -> PagedSession:
     """Assemble everything; logs one INFO line that says what was allocated and what decided it.
 
@@ -251,7 +268,16 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         forced=native_switch(options) == 1,
         plans=SplitPlanCache(native_threads(), layout.tokens_per_page),
     )
-    model = MaxTextPagedModel(config, mesh, layout=layout, head_axes=geometry.head_axes, backend=backend.backend)
+    model = MaxTextPagedModel(
+        config,
+        mesh,
+        layout=layout,
+        head_axes=geometry.head_axes,
+        backend=backend.backend,
+        products=products_of(options, config, mesh),
+        model=geometry.model,
+    )
+    pool = replace(pool, weight_bytes=weight_device_bytes(model.abstract_params))  # as held: maybe half
     return PagedAssembly(config, options, model, backend, decode, pool, max_num_seqs)
 
 
@@ -320,7 +346,7 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
         prefill_chunk_tokens=options.paged_prefill_chunk_tokens or None,
         release=runtime.release,
     )
-    driver = PagedDriver(runtime, scheduler, check=options.paged_check_invariants)
+    driver = PagedDriver(runtime, scheduler, check=options.paged_check_invariants, ahead=options.paged_async_scheduling)
     return PagedSession(
         config=assembly.config,
         options=options,

@@ -182,6 +182,14 @@ class HfTokenizer:
         """
         return self._backend.decode([int(i) for i in ids], skip_special_tokens)
 
+    def special_id(self, text: str) -> int | None:
+        """The special token that is written as ``text``, which ``decode`` leaves out; None where there is none."""
+        return self._backend.special_id(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, in UTF-8; of a special token its name. A character may be two of them."""
+        return self._backend.token_bytes(token)
+
     def _ordered_eos_ids(self) -> list[int]:
         return [] if self.eos_id is None else [self.eos_id, *sorted(self.eos_ids - {self.eos_id})]
 

@@ -8,7 +8,10 @@ May import: the standard library, tokenizers, kv_common.
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Mapping
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import tokenizers
@@ -42,6 +45,14 @@ class Backend(Protocol):
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of a whole sequence."""
+        ...
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that is written so, and that ``decode`` can leave out."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, in UTF-8; of a special token its name."""
         ...
 
 
@@ -92,6 +103,23 @@ class TokenizersBackend:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def special_id(self, text: str) -> int | None:
+        return next((token for token, added in self._special.items() if added == text), None)
+
+    def token_bytes(self, token: int) -> bytes:
+        if token in self._special:
+            return self._special[token].encode()
+        return piece_bytes(self._tokenizer.id_to_token(token) or "", byte_level=self._byte_level)
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token: entry.content for token, entry in added.items() if entry.special}
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
 
     def _prompt_prefix(self, add_bos: bool | None) -> list[int]:
         """What the post-processor puts before a text, corrected by an explicit wish about the begin token."""
@@ -164,6 +192,52 @@ class CallersTokenizer:
         if skip_special_tokens:
             ids = [i for i in ids if i not in self._special_ids]
         return self._theirs.decode(ids)
+
+    def special_id(self, text: str) -> int | None:
+        return next((token for token, name in self._special_names.items() if name == text), None)
+
+    def token_bytes(self, token: int) -> bytes:
+        if token in self._special_names:
+            return self._special_names[token].encode()
+        pieces = getattr(self._theirs, "convert_ids_to_tokens", None)
+        if pieces is None:
+            return self.decode([token], skip_special_tokens=False).encode()
+        piece = str(pieces(token))
+        return piece_bytes(piece, byte_level=all(letter in _byte_letters() for letter in piece))
+
+    @cached_property
+    def _special_names(self) -> dict[int, str]:
+        written_out = getattr(self._theirs, "special_tokens", None)
+        if isinstance(written_out, Mapping):
+            return {int(token): str(name) for name, token in written_out.items()}
+        names, ids = (getattr(self._theirs, f"all_special_{kind}", None) for kind in ("tokens", "ids"))
+        return dict(zip(map(int, ids), map(str, names), strict=False)) if names and ids else {}
+
+
+def piece_bytes(piece: str, *, byte_level: bool) -> bytes:
+    r"""The text of one entry of a vocabulary, in UTF-8; such entries are written in one of two ways.
+
+    Args:
+      byte_level: a letter for each byte, as GPT-2 has it; else text with a lower bar for a space, bytes as ``<0x0A>``.
+
+    >>> piece_bytes("\u0120a", byte_level=True), piece_bytes("\u2581a", byte_level=False)
+    (b' a', b' a')
+    >>> piece_bytes("<0xE2>", byte_level=False)
+    b'\xe2'
+    """
+    if byte_level:
+        letters = _byte_letters()
+        return b"".join(bytes([letters[letter]]) if letter in letters else letter.encode() for letter in piece)
+    byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's letter for each byte: its own where that prints, else one from behind the first 256."""
+    prints = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(prints)]
+    return {chr(byte): byte for byte in prints} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 def _token_text(key: str, value: Any) -> str | None:

@@ -25,7 +25,7 @@ from kv_execution.sharding import head_shards
 from maxtext_paged.config import PagedMaxTextConfig, PagedOptions
 from maxtext_paged.model import MaxTextPagedModel, model_geometry
 from maxtext_paged.options import check_options
-from maxtext_paged.session import backend_of, paging_config
+from maxtext_paged.session import backend_of, paging_config, products_of
 
 MODEL_AXIS = "model"
 """The mesh axis of tensor parallelism in MaxText's configs/inference/vllm.yml and in tpu-inference."""
@@ -163,7 +163,13 @@ class PagedModels:
             # A caller may be tracing: what the model keeps must be arrays, not that trace's values.
             with jax.ensure_compile_time_eval():
                 self._bound[layout] = MaxTextPagedModel(
-                    self.config, self.mesh, layout=layout, head_axes=self._geometry.head_axes, backend=backend
+                    self.config,
+                    self.mesh,
+                    layout=layout,
+                    head_axes=self._geometry.head_axes,
+                    backend=backend,
+                    products=products_of(self.options, self.config, self.mesh),
+                    model=self._geometry.model,
                 )
         return self._bound[layout]
 

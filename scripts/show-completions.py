@@ -6,6 +6,7 @@ Usage: show-completions.py PROMPTS.jsonl COMPLETIONS.jsonl
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from textwrap import indent
@@ -13,6 +14,13 @@ from textwrap import indent
 
 def rows(path: str) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def shown(text: str) -> str:
+    """What a terminal would obey, written out; line breaks stay."""
+    return re.sub(
+        r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda found: repr(found[0])[1:-1], text
+    )
 
 
 def prompt_text(row: dict) -> str:
@@ -27,8 +35,8 @@ def main(prompts_path: str, completions_path: str) -> int:
         done = completions.get(index, {"error": "no output row"})
         text = done.get("error") or done.get("text", "").strip()
         failed += bool(done.get("error")) or not text
-        print(f"\n[{index}] {prompt_text(row).strip()}")
-        print(indent(text or "(nothing)", "    "))
+        print(f"\n[{index}] {shown(prompt_text(row).strip())}")
+        print(indent(shown(str(text or "(nothing)")), "    "))
     return 1 if failed else 0
 
 

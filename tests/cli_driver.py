@@ -6,7 +6,8 @@ May import: the standard library, maxtext_paged.
 
 The plan is an object with
   commands      argument lists, run one after the other in this process;
-  report        where to write [{"code", "out", "err"}, ...] and the names of the imported packages;
+  report        where to write [{"code", "out", "err"}, ...], the names of the imported packages, and what was
+                unpickled, started or connected to;
   capture       whether to put what each command prints into the report instead of printing it;
   undecodable   ids of rows whose detokenising raises;
   noisy         whether something prints to stdout whenever a row is detokenised.
@@ -56,10 +57,21 @@ def run(argv: list[str], *, capture: bool) -> dict[str, Any]:
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
+WATCHED = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect")
+
+
+def watch() -> list[str]:
+    """Events of this process from now on that a loaded file has no business to cause; Python reports them itself."""
+    seen: list[str] = []
+    sys.addaudithook(lambda event, arguments: seen.append(f"{event} {arguments}") if event in WATCHED else None)
+    return seen
+
+
 if __name__ == "__main__":
     plan = json.loads(sys.argv[1])
     disturb_decoding(plan.get("undecodable", []), noisy=plan.get("noisy", False))
+    seen = watch()
     results = [run(argv, capture=plan.get("capture", False)) for argv in plan["commands"]]
     packages = sorted({name.split(".")[0] for name in sys.modules})
-    Path(plan["report"]).write_text(json.dumps({"commands": results, "packages": packages}))
+    Path(plan["report"]).write_text(json.dumps({"commands": results, "packages": packages, "seen": seen}))
     sys.exit(results[-1]["code"])

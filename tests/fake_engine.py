@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from kv_control.plan import GREEDY
 from maxtext_paged.cli.model import Engine, Model
 from maxtext_paged.intake import Intake
 from maxtext_paged.rows import Row, RowResult, Usage
+
+if TYPE_CHECKING:
+    from maxtext_paged.worker import RowWatch
 
 MAX_NUM_SEQS = 4
 MAX_TOKENS = 16
@@ -49,9 +52,19 @@ def completion(tokens: Sequence[int], seed: int, num_tokens: int) -> list[int]:
 @dataclass
 class _Running:
     row: Row
+    steps: int
     steps_left: int
     cancelled: bool = False
     id: int = 0
+
+    @property
+    def wanted(self) -> int:
+        return MAX_TOKENS if self.row.max_tokens is None else min(self.row.max_tokens, MAX_TOKENS)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens so far: they come in equal parts, one part a step."""
+        return 0 if self.cancelled else self.wanted * (self.steps - self.steps_left) // self.steps
 
 
 @dataclass
@@ -64,6 +77,15 @@ class _Scheduler:
         return len(self.running)
 
     num_waiting = 0
+
+    @property
+    def table(self) -> Any:
+        """What is read of a ``RequestTable``; every row in it is held."""
+        return SimpleNamespace(
+            ids=np.array([one.id for one in self.running], np.int64),
+            num_tokens=np.array([one.num_generated for one in self.running], np.int64),
+            num_prompt=np.zeros(len(self.running), np.int64),
+        )
 
 
 class FakeWorker:
@@ -82,36 +104,49 @@ class FakeWorker:
     def stop_drawing(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def cancel(self, request_id: int) -> None:
         for running in self.scheduler.running:
             running.cancelled |= running.id == request_id
 
-    def complete(self, rows: Iterable[Row], on_step: Callable[[Any], None] | None = None) -> Iterator[RowResult]:
+    def complete(
+        self, rows: Iterable[Row], on_step: Callable[[Any], None] | None = None, watch: RowWatch | None = None
+    ) -> Iterator[RowResult]:
         waiting, running = iter(rows), self.scheduler.running
         drawn = 0
         while True:
             while len(running) < MAX_NUM_SEQS and (row := next(waiting, None)) is not None:
                 drawn += 1
-                running.append(_Running(row, 1 + row.index % 3, id=drawn))
+                running.append(_Running(row, 1 + row.index % 3, 1 + row.index % 3, id=drawn))
+                if watch is not None:
+                    watch.submitted(row.index, [drawn])
             if not running:
                 return
+            if watch is not None:
+                watch.step_begins()
             if self.step_s:
                 time.sleep(self.step_s)
             self.num_steps += 1
             for one in running:
-                one.steps_left -= 1
+                before, one.steps_left = one.num_generated, one.steps_left - 1
+                self.num_tokens += one.num_generated - before
+            ended = deque(one for one in running if not one.steps_left)
+            running[:] = [one for one in running if one.steps_left]
             if on_step is not None:
                 on_step(self)
-            ended = deque(one for one in running if one.cancelled or not one.steps_left)
-            running[:] = [one for one in running if not (one.cancelled or not one.steps_left)]
+            ended.extend(one for one in running if one.cancelled)
+            running[:] = [one for one in running if not one.cancelled]
             while ended:
-                yield self._result(ended.popleft())
+                one = ended.popleft()
+                if watch is not None:
+                    watch.ended(one.id, one.num_generated, ran=True)
+                yield self._result(one)
 
     def _result(self, running: _Running) -> RowResult:
         row = running.row
-        wanted = MAX_TOKENS if row.max_tokens is None else min(row.max_tokens, MAX_TOKENS)
-        new = [] if running.cancelled else completion(row.tokens.tolist(), row.sampling.seed, wanted)
-        self.num_tokens += len(new)
+        new = [] if running.cancelled else completion(row.tokens.tolist(), row.sampling.seed, running.wanted)
         ids = np.array([*row.tokens.tolist(), *new], np.int32)
         reason = "cancelled" if running.cancelled else "length"
         usage = Usage(len(row.tokens), len(new))
@@ -123,11 +158,31 @@ def fake_model(*, step_s: float = 0.0, temperature: float = 0.0, weights: str = 
 
     def start() -> Engine:
         worker: Any = FakeWorker(step_s)
-        control = SimpleNamespace(num_pages=8, num_free_pages=8, prefix_index=None)
+
+        class Control:
+            num_pages, prefix_index = 8, None
+
+            @property
+            def num_free_pages(self) -> int:
+                return 8 - 2 * len(worker.scheduler.running)
+
+            num_available_pages = num_free_pages
+
+            @property
+            def counters(self) -> Any:
+                return SimpleNamespace(
+                    num_generated_tokens=worker.num_tokens,
+                    num_prefill_tokens=0,
+                    num_recomputed_tokens=0,
+                    num_steps=worker.num_steps,
+                    num_preemptions=0,
+                )
+
         metrics = SimpleNamespace(
             num_scrubbed_pages=0,
             steps_by_backend={},
             decodes_by_kind={},
+            decodes_by_cause={},
             compiled={},
             control=SimpleNamespace(num_evictions=0, page_hit_rate=float("nan")),
         )
@@ -145,10 +200,11 @@ def fake_model(*, step_s: float = 0.0, temperature: float = 0.0, weights: str = 
                 )
 
         session: Any = SimpleNamespace(
-            control=control,
+            control=Control(),
             driver=Driver(),
             runtime=SimpleNamespace(metrics=lambda: metrics),
             max_num_seqs=MAX_NUM_SEQS,
+            num_native_products=lambda: 0,
         )
         return Engine(session, worker, weights)
 

@@ -104,6 +104,7 @@ def make_driver(
     poison_on_free: bool = True,
     prefix_cache: bool = False,
     decode: DecodeDispatch | None = None,
+    ahead: bool = True,
 ) -> PagedDriver:
     """A driver over a ``ChecksumModel``, with every safety check on."""
     model = ChecksumModel(num_pages, tokens_per_page, nan_token)
@@ -131,7 +132,7 @@ def make_driver(
         prefill_chunk_tokens=prefill_chunk_tokens,
         release=runtime.release,
     )
-    return PagedDriver(runtime, scheduler, check=True)
+    return PagedDriver(runtime, scheduler, check=True, ahead=ahead)
 
 
 def run_all(driver: PagedDriver, requests: Sequence[Request]) -> dict[RequestId, Request]:

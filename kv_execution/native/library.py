@@ -20,17 +20,18 @@ from kv_common.errors import UnsupportedError
 
 LIBRARY_NAME = "libmaxtext_paged_cpu.so"
 APPEND_TARGET, ATTEND_TARGET = "maxtext_paged_append", "maxtext_paged_attend"
-_NUM_COUNTS = 5
+PRODUCT_TARGET = "maxtext_paged_product"
+_NUM_COUNTS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchCounts:
-    """What the library's attend calls did since it was loaded; one call per layer and shard.
+    """What the library's calls did since it was loaded; one attend call per layer and shard.
 
     Attributes:
       fused: calls that handed their decode rows to split-KV. whole: calls that walked each of them whole.
       chunks: pieces into which fused rows were cut. merged_rows: rows put together from several pieces.
-      tiles: tiles of rows with several tokens.
+      tiles: tiles of rows with several tokens. products: matrix products (kv_execution/products.py).
     """
 
     fused: int
@@ -38,6 +39,7 @@ class LaunchCounts:
     chunks: int
     merged_rows: int
     tiles: int
+    products: int
 
     def since(self, earlier: LaunchCounts) -> LaunchCounts:
         """The difference to an earlier reading."""
@@ -114,7 +116,7 @@ def _load() -> NativeLibrary | str:
     reason = version_mismatch(built, ffi_api_version((Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()))
     if reason is not None:
         return reason
-    for target in (APPEND_TARGET, ATTEND_TARGET):
+    for target in (APPEND_TARGET, ATTEND_TARGET, PRODUCT_TARGET):
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, target)), platform="cpu")
     numbers = range(handle.maxtext_paged_num_builds())
     names = {number: handle.maxtext_paged_build_name(number).decode() for number in numbers}

@@ -16,8 +16,10 @@ from enum import IntEnum
 from typing import NoReturn
 
 from kv_common.errors import ConfigError, UnsupportedError
+from maxtext_paged.printable import printable
 
 PROGRAM = "maxtext-paged"
+_SAID_CHARACTERS = 4000
 
 
 class ExitCode(IntEnum):
@@ -43,13 +45,23 @@ class CommandError(Exception):
 
 
 def say(message: str) -> None:
-    """One line on stderr, where everything goes that is not output."""
-    print(f"{PROGRAM}: {message}", file=sys.stderr, flush=True)
+    """One line on stderr, where everything goes that is not output; what a terminal would obey is written out."""
+    print(f"{PROGRAM}: {printable(message, _SAID_CHARACTERS)}", file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException | str) -> str:
     """An error's text without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
+    return value
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,7 +126,39 @@ where the output's name ends in .parquet, written (docs/files.md).
     generate.add_argument(
         "--resume-anyway", action="store_true", help="as --resume, also where model, options or input have changed"
     )
+    generate.add_argument(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="obtain all programs before the first row; without it, each when a step first needs it",
+    )
     generate.add_argument("--no-progress", action="store_true", help="say nothing while running")
+    generate.add_argument(
+        "--progress-interval",
+        type=_seconds,
+        metavar="SECONDS",
+        help="time between lines of progress where stderr is not a terminal (60)",
+    )
+    generate.add_argument(
+        "--metrics-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="keep the job's figures in FILE as JSON, or as Prometheus text where it ends in .prom; may be repeated",
+    )
+    generate.add_argument(
+        "--metrics-format", choices=("json", "prometheus"), help="of every --metrics-file, whatever its name"
+    )
+    generate.add_argument(
+        "--metrics-interval",
+        type=_seconds,
+        default=15.0,
+        metavar="SECONDS",
+        help="time between two writings of it (15)",
+    )
+    generate.add_argument(
+        "--report", metavar="FILE.html", help="write a page about the job: charts, slow and failed rows"
+    )
 
     convert = commands.add_parser(
         "convert",
@@ -165,6 +209,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if extra:
         arguments.overrides += extra
+    arguments.words = list(sys.argv[1:] if argv is None else argv)
     if arguments.command is None and not arguments.version:
         parser.error("which COMMAND? generate, convert, doctor or plan")
     return arguments

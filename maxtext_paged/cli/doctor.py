@@ -12,11 +12,14 @@ import logging
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxtext_paged.cli import CommandError, ExitCode, one_line
 from maxtext_paged.cli.configuration import check_arguments, keep_every_program, load_configuration
 from maxtext_paged.cli.environment import import_maxtext, prepare_environment
+
+if TYPE_CHECKING:
+    from maxtext_paged.session import PagedAssembly
 
 PACKAGES = ("maxtext-paged", "maxtext", "jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers")
 _MIB = 2**20
@@ -42,14 +45,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def machine() -> Iterator[str]:
-    """Versions and devices.
+    """``machine_facts`` as lines."""
+    yield from (_line(*fact) for fact in machine_facts())
+
+
+def machine_facts() -> Iterator[tuple[str, str]]:
+    """Versions and devices, each with its name.
 
     Raises:
       CommandError: jax finds no device for the platform it was told to use.
     """
-    yield _line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     for package in PACKAGES:
-        yield _line(package, _version(package))
+        yield package, _version(package)
     import jax
 
     try:
@@ -58,8 +66,8 @@ def machine() -> Iterator[str]:
         raise CommandError(f"jax finds no device: {one_line(error)}") from error
     kinds = [device.device_kind for device in devices]
     counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-    yield _line("platform", devices[0].platform)
-    yield _line("devices", f"{counted} (jax process {jax.process_index()} of {jax.process_count()})")
+    yield "platform", devices[0].platform
+    yield "devices", f"{counted} (jax process {jax.process_index()} of {jax.process_count()})"
 
 
 def nominal_backend() -> Iterator[str]:
@@ -86,26 +94,31 @@ def model(config: Any) -> Iterator[str]:
     from maxtext_paged.session import assemble
     from maxtext_paged.tokenizer import load_tokenizer
 
-    assembly = assemble(config)
-    layout = assembly.model.layout
-    yield _line("backend", f"{assembly.backend.name}: {assembly.backend.reason}")
+    yield from (_line(*fact) for fact in assembly_facts(assemble(config)))
+    tokenizer = load_tokenizer(config)
+    yield _line("tokenizer", f"{config.tokenizer_path}, end tokens {sorted(tokenizer.eos_ids) or 'none'}")
+
+
+def assembly_facts(assembly: PagedAssembly) -> Iterator[tuple[str, str]]:
+    """Backend, model and pool, each with its name."""
+    config, layout = assembly.config, assembly.model.layout
+    yield "backend", f"{assembly.backend.name}: {assembly.backend.reason}"
     for line in assembly.decode.describe():
-        yield _line("decode", line)
-    yield _line(
+        yield "decode", line
+    yield "products", assembly.model.products.describe()
+    yield (
         "model",
         f"{config.decoder_block.value}, {layout.num_layers} attention layers, {layout.num_kv_heads} KV heads of "
         f"{layout.head_dim}, context {config.max_target_length}",
     )
-    yield _line(
+    yield (
         "KV pool",
         f"{layout.num_pages} pages of {layout.tokens_per_page} tokens, {layout.dtype}, "
         f"{layout.device_pool_bytes() / _MIB:.1f} MiB a device, {layout.total_pool_bytes() / _MIB:.1f} MiB in all "
         f"({assembly.pool.reason})",
     )
-    yield _line("requests", f"{assembly.max_num_seqs} at once (paged_max_num_seqs)")
-    yield _line("weights", config.load_parameters_path or "random (load_parameters_path is empty)")
-    tokenizer = load_tokenizer(config)
-    yield _line("tokenizer", f"{config.tokenizer_path}, end tokens {sorted(tokenizer.eos_ids) or 'none'}")
+    yield "requests", f"{assembly.max_num_seqs} at once (paged_max_num_seqs)"
+    yield "weights", config.load_parameters_path or "random (load_parameters_path is empty)"
 
 
 def _version(package: str) -> str:

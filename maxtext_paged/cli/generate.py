@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import traceback
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxtext_paged.cli import ExitCode, one_line, say
 from maxtext_paged.cli.checking import check
@@ -22,11 +21,17 @@ from maxtext_paged.cli.files import check_paths, open_input
 from maxtext_paged.cli.interruption import Interrupted, Interruption
 from maxtext_paged.cli.model import open_model
 from maxtext_paged.cli.output import Output, PipedOutput, claim_output
-from maxtext_paged.cli.progress import JobCounts, JobProgress
+from maxtext_paged.cli.progress import PLAIN_INTERVAL_S, JobProgress
 from maxtext_paged.cli.run_file import run_id
+from maxtext_paged.cli.warming import warm_up
+from maxtext_paged.cli.watching import Watching, check_shown_paths
 from maxtext_paged.formats import OWN, BadRow, Choice, Form, InputRow, RowError, Writable, write_line
 from maxtext_paged.formats.sources import open_source
 from maxtext_paged.intake import Intake, Tokenizer, completion_text
+from maxtext_paged.report.counts import JobCounts
+from maxtext_paged.report.looks import gather, step_view
+from maxtext_paged.report.recorder import Recorder
+from maxtext_paged.row_scores import listed_scores, prompt_scores
 from maxtext_paged.rows import Row, RowResult
 
 if TYPE_CHECKING:
@@ -43,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     resume = arguments.resume or arguments.resume_anyway
     check_arguments(arguments.config, arguments.overrides)
     check_paths(arguments.input, arguments.output, overwrite=arguments.overwrite, resume=resume)
+    check_shown_paths(arguments)
     claimed = claim_output(
         arguments.output, overwrite=arguments.overwrite, resume=resume, anyway=arguments.resume_anyway
     )
@@ -71,24 +77,31 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
             say(f"{arguments.output} is complete: nothing is left to do")
             return _complete(counts, output)
         engine = model.start()
+        if arguments.warmup:
+            warm_up(engine.session, sys.stderr, enabled=not arguments.no_progress)
         run["model"] = {"weights": engine.weights}
+        recorder = Recorder(counts)
+        watching = Watching(recorder, arguments, run, model.facts)
+        interval = arguments.progress_interval or PLAIN_INTERVAL_S
         job = Job(
             worker=engine.worker,
             session=engine.session,
             tokenizer=model.tokenizer,
             intake=replace(model.intake, repeated=checked.repeated),
-            counts=counts,
+            recorder=recorder,
+            watching=watching,
             earlier=earlier,
             output=output.begin(run),
             form=source.form.of_run(run_id(run)),
             interruption=interruption,
-            progress=JobProgress(checked.num_rows, sys.stderr, enabled=not arguments.no_progress),
+            progress=JobProgress(checked.num_rows, sys.stderr, enabled=not arguments.no_progress, interval=interval),
         )
         code = job.run(source.rows())
         if counts.done == counts.total:
             code = _complete(counts, output)
         elif output.keeps_runs:
             say("the same command with --resume runs the rest")
+    watching.finish(code, job.stopped, resumable=output.keeps_runs)
     for line in job.counts.summary():
         say(line)
     return code
@@ -110,6 +123,10 @@ class Job:
     Args:
       earlier: indices of rows that have theirs already.
       form: of the records.
+      recorder: is told of everything that happens. watching: what is written of it meanwhile.
+
+    Attributes:
+      stopped: why it ended before its last row, if it did.
     """
 
     def __init__(
@@ -119,14 +136,17 @@ class Job:
         session: PagedSession,
         tokenizer: Tokenizer,
         intake: Intake,
-        counts: JobCounts,
+        recorder: Recorder,
         output: Writable,
         interruption: Interruption,
         progress: JobProgress,
+        watching: Watching | None = None,
         earlier: Container[int] = (),
         form: Form = OWN,
     ) -> None:
-        self.counts = counts
+        self.recorder = recorder
+        self.stopped: str | None = None
+        self._watching = watching
         self._worker = worker
         self._session = session
         self._tokenizer = tokenizer
@@ -137,34 +157,43 @@ class Job:
         self._earlier = earlier
         self._form = form
         self._sources: dict[int, InputRow] = {}
-        self._started = time.monotonic()
+        self._products_before = 0
+
+    @property
+    def counts(self) -> JobCounts:
+        """Where the job stands."""
+        return self.recorder.counts
 
     def run(self, sources: Iterable[InputRow | BadRow]) -> ExitCode:
         """Run all rows but the earlier ones, or as many as there is time for."""
-        self._started = time.monotonic()
+        self.recorder.start()
+        self._products_before = self._session.num_native_products()
         where = f"after {{}} of {self.counts.total} rows; what was written is good"
         try:
             with self._progress:
                 self._interruption.patient = True
                 rows = self._worker.in_file_order(self._rows(sources))
-                for result in self._worker.complete(rows, on_step=self._after_step):
+                for result in self._worker.complete(rows, on_step=self._after_step, watch=self.recorder):
                     self._finish(result)
         except Interrupted:
             pass
         except OutputFailed as error:
             self._gather()
-            say(f"error: the output failed {where.format(self.counts.done)}: {one_line(error)}")
-            return ExitCode.ENGINE
+            return self._failed(f"the output failed {where.format(self.counts.done)}: {one_line(error)}")
         except Exception as error:
             self._gather()
             traceback.print_exc()
-            say(f"error: the engine failed {where.format(self.counts.done)}: {_named(error)}")
-            return ExitCode.ENGINE
+            return self._failed(f"the engine failed {where.format(self.counts.done)}: {_named(error)}")
         self._gather()
         if self._interruption.asked is not None and self.counts.done < self.counts.total:
             say(f"{self._interruption.asked.name}: the output is incomplete: stopped {where.format(self.counts.done)}")
             return self._interruption.exit_code
         return ExitCode.ROWS_FAILED if self.counts.failed else ExitCode.OK
+
+    def _failed(self, why: str) -> ExitCode:
+        self.stopped = why
+        say(f"error: {why}")
+        return ExitCode.ENGINE
 
     def _rows(self, sources: Iterable[InputRow | BadRow]) -> Iterator[Row]:
         """The rows that can run; the others get their records on the way."""
@@ -183,25 +212,29 @@ class Job:
 
     def _after_step(self, worker: PagedInferenceWorker) -> None:
         if self._interruption.asked is not None:
-            # What this step finished still comes out of the worker; the rest ends here, without a record.
+            # What this step finished, and the one dispatched behind it, still comes out of the worker; the rest ends
+            # here, without a record.
             worker.stop_drawing()
+            worker.settle()
             driver = self._session.driver
             for request in (*driver.scheduler.running, *driver.scheduler.waiting):
                 driver.cancel(request.id)
-        self._gather()
-        self._progress.show(self.counts)
+        self.recorder.step_ended(step_view(self._session))
+        watching = self._watching
+        if self._progress.due or (watching is not None and watching.due):
+            self._gather()
+            self._progress.show(self.counts)
+            if watching is not None:
+                watching.write()
 
     def _finish(self, result: RowResult) -> None:
         source = self._sources.pop(result.row.index)
         if result.finish_reason == "cancelled":
+            self.recorder.row_dropped(result.row.index)
             return
-        choices = [self._choice(sample) for sample in result.samples]
-        first = choices[0] if choices else self._choice(result)
+        choices = [self._choice(source, sample) for sample in result.samples]
+        first = choices[0] if choices else self._choice(source, result)
         error = next((choice.error for choice in choices or [first] if choice.error is not None), None)
-        self.counts.cached_tokens += result.usage.cached_tokens
-        if error is None:
-            self.counts.prompt_tokens += result.usage.prompt_tokens
-            self.counts.generated_tokens += result.usage.completion_tokens
         self._write(
             source,
             text=first.text,
@@ -210,52 +243,43 @@ class Job:
             usage=result.usage,
             error=error,
             choices=choices,
+            scores=first.scores,
+            prompt=prompt_scores(self._tokenizer, source, result),
         )
 
-    def _choice(self, result: RowResult) -> Choice:
+    def _choice(self, source: InputRow, result: RowResult) -> Choice:
         text, error = None, None
         if result.error is not None or result.finish_reason == "error":
             error = RowError(result.error or "the row failed", "generation_failed", "server_error")
         else:
             try:
                 text = completion_text(self._tokenizer, result)
+                if source.echo:
+                    prompt = result.token_ids[: len(result.row.tokens)].tolist()
+                    text = (self._tokenizer.decode(prompt) if source.prompt is None else source.prompt) + text
             except Exception as fault:
                 error = RowError(
                     f"the completion could not be decoded: {_named(fault)}", "cannot_decode", "server_error"
                 )
-        return Choice(text, result.completion_ids.tolist(), result.finish_reason, error)
+        ids = (result.token_ids if source.echo else result.completion_ids).tolist()
+        return Choice(text, ids, result.finish_reason, error, listed_scores(self._tokenizer, source, result))
 
-    def _write(self, row: InputRow | BadRow, **outcome: object) -> None:
+    def _write(self, row: InputRow | BadRow, **outcome: Any) -> None:
         written = self._form.record(row, **outcome)
         try:
             write_line(self._output, written)
         except OSError as error:
             raise OutputFailed(error.strerror or str(error)) from error
-        if written["error"] is None:
-            self.counts.ok += 1
-        else:
-            self.counts.failed += 1
+        failure = row.error if isinstance(row, BadRow) else outcome["error"]
+        ended_by = outcome.get("finish_reason", "error")
+        self.recorder.row_written(row, outcome.get("usage"), failure, finish_reason=ended_by)
 
     def _gather(self) -> None:
         """Take the loop's own counts."""
-        counts, control = self.counts, self._session.control
-        driver, runtime = self._session.driver, self._session.runtime.metrics()
-        counts.seconds = time.monotonic() - self._started
-        counts.sampled_tokens = driver.metrics.num_generated_tokens
-        counts.running, counts.waiting = driver.scheduler.num_running, driver.scheduler.num_waiting
-        counts.num_pages = control.num_pages
-        counts.pages_held = control.num_pages - control.num_free_pages
-        counts.steps = driver.metrics.num_steps
-        counts.preemptions = driver.metrics.num_preemptions
-        counts.peak_pages = driver.metrics.peak_pages_held
-        counts.scrubbed_pages = runtime.num_scrubbed_pages
-        counts.backends = runtime.steps_by_backend
-        counts.decodes = runtime.decodes_by_kind
-        counts.programs = runtime.compiled
-        counts.shares = control.prefix_index is not None
-        counts.attainable_tokens = self._worker.attainable_tokens
-        counts.evictions = runtime.control.num_evictions
-        counts.hit_rate = runtime.control.page_hit_rate
+        gather(self.counts, self._session)
+        self.counts.seconds = self.recorder.seconds
+        self.counts.attainable_tokens = self._worker.attainable_tokens
+        self.counts.native_products = self._session.num_native_products() - self._products_before
 
 
 def _named(error: BaseException) -> str:

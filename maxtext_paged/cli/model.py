@@ -44,12 +44,14 @@ class Model:
       tokenizer: its text form. intake: makes rows of lines.
       identity: what of it decides the results, as a run's fingerprint has it.
       start: loads the weights and allocates the pool; a CommandError where that fails.
+      facts: heading to name to value of what it runs on, for the report.
     """
 
     tokenizer: Tokenizer
     intake: Intake
     identity: Fingerprint
     start: Callable[[], Engine]
+    facts: Callable[[], Mapping[str, Mapping[str, str]]] = dict
 
 
 def open_model(path: str, overrides: Sequence[str]) -> Model:
@@ -80,11 +82,26 @@ def open_model(path: str, overrides: Sequence[str]) -> Model:
             "sampling": sampling,
             "tokenizer": {"files": files_digest(config.tokenizer_path)},
         },
-        lambda: _start(assembly, tokenizer.eos_ids),
+        lambda: _start(assembly, tokenizer),
+        lambda: _facts(assembly),
     )
 
 
-def _start(assembly: Any, eos_ids: Iterable[int]) -> Engine:
+def _facts(assembly: Any) -> dict[str, dict[str, str]]:
+    from maxtext_paged.cli.doctor import assembly_facts, machine_facts
+
+    return {"Machine": _by_name(machine_facts()), "Model and pool": _by_name(assembly_facts(assembly))}
+
+
+def _by_name(facts: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Name to value; values of one name together."""
+    found: dict[str, str] = {}
+    for name, value in facts:
+        found[name] = f"{found[name]}; {value}" if name in found else value
+    return found
+
+
+def _start(assembly: Any, tokenizer: Any) -> Engine:
     from maxtext_paged.namespace import weights_fingerprint
     from maxtext_paged.session import start_session
     from maxtext_paged.worker import PagedInferenceWorker
@@ -98,8 +115,9 @@ def _start(assembly: Any, eos_ids: Iterable[int]) -> Engine:
         traceback.print_exc()
         message = f"the engine did not start: {type(error).__name__}: {one_line(error)}"
         raise CommandError(message, ExitCode.ENGINE) from error
-    say(f"end tokens: {sorted(eos_ids) or 'none'}")
-    return Engine(session, PagedInferenceWorker(session, stop_token_ids=eos_ids), weights)
+    say(f"end tokens: {sorted(tokenizer.eos_ids) or 'none'}")
+    worker = PagedInferenceWorker(session, stop_token_ids=tokenizer.eos_ids, tokenizer=tokenizer)
+    return Engine(session, worker, weights)
 
 
 # --- identity ----------------------------------------------------------------------------------------------

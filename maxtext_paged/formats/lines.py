@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NoReturn, Protocol
 
 from maxtext_paged.formats.own import BadRow, InputRow, OwnForm, Refused, refuse, shown
+from maxtext_paged.row_limits import MAX_DEPTH, depth_beyond
 
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line is refused, and never held in memory."""
@@ -129,6 +130,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         refuse("invalid_json", "the line is not usable JSON: nested too deeply")
     except ValueError as error:
         refuse("invalid_json", f"the line is not JSON: {error}")
+    # Counting is quicker than walking: most rows have few brackets, however long they are.
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and depth_beyond(value):
+        refuse("invalid_json", f"the line is not usable JSON: nested more than {MAX_DEPTH} deep")
     if not isinstance(value, dict):
         refuse("not_an_object", f"the line must be a JSON object, not {shown(value)}")
     return value
@@ -150,8 +154,9 @@ def _not_json(word: str) -> NoReturn:
 # --- writing -----------------------------------------------------------------------------------------------
 
 
-# JSON leaves these as they are, but many readers of lines (str.splitlines among them) end a line there.
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+# JSON leaves these as they are, but many readers of lines (str.splitlines among them) end a line there, and terminals
+# obey the controls beyond ASCII as they do those within it.
+_ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def dump_line(value: dict[str, Any]) -> bytes:
@@ -160,7 +165,7 @@ def dump_line(value: dict[str, Any]) -> bytes:
     >>> dump_line({"text": "a\\u2028b é"}).decode()
     '{"text": "a\\\\u2028b é"}\\n'
     """
-    return (json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS) + "\n").encode(
+    return (json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_ESCAPED) + "\n").encode(
         "utf-8",
         "backslashreplace",  # half a surrogate pair, as JSON itself would write it
     )

@@ -27,7 +27,15 @@ from maxtext_paged.formats.own import (
     row_id,
     shown,
 )
-from maxtext_paged.row_fields import BATCH_DEFAULTS, BATCH_LABELS, BATCH_NAMES, BATCH_PROMPTS, token_ids
+from maxtext_paged.formats.scores import Scores, chat_scores, completion_scores, prompt_scores
+from maxtext_paged.row_fields import (
+    BATCH_DEFAULTS,
+    BATCH_LABELS,
+    BATCH_NAMES,
+    BATCH_PROMPTS,
+    token_ids,
+)
+from maxtext_paged.row_fields import top_logprobs as check_top_logprobs
 from maxtext_paged.rows import Usage
 
 KEYS = ("custom_id", "method", "url", "body")
@@ -90,7 +98,7 @@ class BatchForm:
         if model is not None and not isinstance(model, str):
             refuse("bad_value", f"body.model={shown(model)}: must be a string")
         prompt = BATCH_PROMPTS[url]
-        values = {**BATCH_DEFAULTS[url], **_own_names(body)}
+        values = {**BATCH_DEFAULTS[url], **_own_scores(_own_names(body), chat=prompt == "messages")}
         prompts: tuple[str, ...] = (prompt,)
         if "tokens" in body:
             refuse("unknown_field", 'unknown key "body.tokens"; did you mean prompt?')
@@ -111,6 +119,8 @@ class BatchForm:
         usage: Usage | None = None,
         error: RowError | None = None,
         choices: Sequence[Choice] = (),
+        scores: Scores | None = None,
+        prompt: Scores | None = None,
     ) -> dict[str, Any]:
         """What is written about a row; arguments as in ``own.record``."""
         if isinstance(row, BadRow):
@@ -118,8 +128,8 @@ class BatchForm:
         name = f"{self._run_id}-{row.index}"
         body = None
         if error is None and isinstance(row, InputRow):
-            several = choices or [Choice(text, list(token_ids), finish_reason)]
-            body = self._body(name, row.request, several, usage or Usage(0, 0))
+            several = choices or [Choice(text, list(token_ids), finish_reason, scores=scores)]
+            body = self._body(name, row.request, several, usage or Usage(0, 0), prompt)
         return {
             "id": f"batch_req_{name}",
             "custom_id": row.id,
@@ -133,20 +143,29 @@ class BatchForm:
             "line": row.line,
         }
 
-    def _body(self, name: str, request: BatchRequest, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def _body(
+        self, name: str, request: BatchRequest, choices: Sequence[Choice], usage: Usage, prompt: Scores | None
+    ) -> dict[str, Any]:
         chat = BATCH_PROMPTS[request.url] == "messages"
         listed = []
         for index, choice in enumerate(choices):
             said: dict[str, Any] = {"text": choice.text}
             if chat:
                 said = {"message": {"role": "assistant", "content": choice.text}}
-            listed.append({"index": index, **said, "logprobs": None, "finish_reason": choice.finish_reason})
+            logprobs = None
+            if choice.scores is not None:
+                logprobs = chat_scores(choice.scores) if chat else completion_scores(choice.scores)
+            listed.append({"index": index, **said, "logprobs": logprobs, "finish_reason": choice.finish_reason})
+            if prompt is not None and not chat:
+                listed[-1]["prompt_logprobs"] = prompt_scores(prompt)
+        beside = {"prompt_logprobs": prompt_scores(prompt)} if prompt is not None and chat else {}
         return {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
             "object": "chat.completion" if chat else "text_completion",
             "created": int(self._clock()),
             "model": request.model,
             "choices": listed,
+            **beside,
             "usage": {
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
@@ -166,6 +185,31 @@ def _own_names(body: Mapping[str, Any]) -> dict[str, Any]:
         if name in values and values[name] != value:
             refuse("bad_value", f"body.{key}={shown(value)}: {name} stands there too, with another value")
         values[name] = value
+    return values
+
+
+def _own_scores(values: dict[str, Any], *, chat: bool) -> dict[str, Any]:
+    """Scores as our rows ask for them: a completion's ``logprobs`` is a number of alternatives, and vLLM's
+    ``prompt_logprobs`` is one in both interfaces."""
+    of_prompt = values.get("prompt_logprobs")
+    if type(of_prompt) is int:
+        if of_prompt != 0:
+            refuse(
+                "unsupported_field",
+                f"body.prompt_logprobs={of_prompt}: 0 asks for the prompt tokens' own, alternatives are not reported",
+            )
+        values["prompt_logprobs"] = True
+    if chat:
+        if values.get("echo"):
+            refuse("unsupported_field", "body.echo=true: only completions repeat their prompt")
+        return values
+    if "top_logprobs" in values:
+        refuse("unsupported_field", f"body.top_logprobs={shown(values['top_logprobs'])}: completions have `logprobs`")
+    if "logprobs" in values:
+        wanted = check_top_logprobs(values["logprobs"])
+        if wanted is not None:
+            refuse("bad_value", f"body.logprobs={shown(values['logprobs'])}: must be {wanted}")
+        values["logprobs"], values["top_logprobs"] = True, values["logprobs"]
     return values
 
 

@@ -2,7 +2,7 @@
 
 For:        checking one row key by key, refusing by name what is wrong with it, and what is written about it.
 Not for:    files and lines (lines.py), the OpenAI form (openai_batch.py), tokens and limits (intake.py).
-May import: the standard library, kv_control, maxtext_paged.rows and row_fields.
+May import: the standard library, kv_control, maxtext_paged.formats.scores, rows and row_fields.
 
 A row is one JSON object with exactly one of ``prompt``, ``messages`` and ``tokens``, and any of the options in
 ``row_fields.OPTIONS``. ``null`` is the same as leaving a key out.
@@ -17,7 +17,10 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from kv_control.request import FinishReason
+from maxtext_paged.formats.scores import Scores, own_scores
+from maxtext_paged.printable import printable
 from maxtext_paged.row_fields import KEYS, MAX_ID_CHARACTERS, OPTIONS, OTHER_NAMES, PROMPTS, UNSUPPORTED, token_ids
+from maxtext_paged.row_limits import too_many
 from maxtext_paged.rows import Usage
 
 _SHOWN_CHARACTERS = 60
@@ -31,7 +34,7 @@ class InputRow:
       index: 0-based among the rows. line: 1-based in the file, blank lines counted.
       id: the caller's name for it, or None.
       prompt, messages, tokens: exactly one is not None.
-      max_tokens ... n: as given; None where the row is silent.
+      max_tokens ... echo: as given; None where the row is silent.
       request: what its form has to know to write its record.
     """
 
@@ -51,6 +54,16 @@ class InputRow:
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     n: int | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: bool | None = None
+    echo: bool | None = None
     request: Any = None
 
 
@@ -60,6 +73,7 @@ class RowError:
 
     Attributes:
       message: one sentence, naming the field and its value.
+        It is made fit to be shown (printable.py): a row may hold anything, and messages are read in terminals.
       code: a word for programs, such as ``bad_value``.
       type: ``invalid_request_error`` where the row is to blame, ``server_error`` where it is not.
     """
@@ -67,6 +81,9 @@ class RowError:
     message: str
     code: str
     type: str = "invalid_request_error"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(self.message))
 
     @property
     def status_code(self) -> int:
@@ -86,12 +103,17 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a row's samples, as its record says it; ``text`` is None exactly where ``error`` is not."""
+    """One of a row's samples, as its record says it; ``text`` is None exactly where ``error`` is not.
+
+    ``scores`` are of the tokens that are listed, where the row asks for logprobs; they begin with the prompt's where it
+    is repeated.
+    """
 
     text: str | None
     token_ids: Sequence[int]
     finish_reason: FinishReason
     error: RowError | None = None
+    scores: Scores | None = None
 
 
 class Refused(Exception):
@@ -120,7 +142,7 @@ def row_id(key: str, value: Any) -> str | int | None:
         _check_text(key, value)
         if len(value) > MAX_ID_CHARACTERS:
             refuse("bad_value", f"{key}={shown(value)}: must be at most {MAX_ID_CHARACTERS} characters long")
-        if any(letter < " " for letter in value):
+        if any(letter < " " or "\x7f" <= letter <= "\x9f" for letter in value):
             refuse("bad_value", f"{key}={shown(value)}: must be without line breaks and control characters")
     elif abs(value) >= 2**63:
         refuse("bad_value", f"{key}={shown(value)}: must fit 64 bits")
@@ -158,6 +180,9 @@ def input_row(
         if len(prompts) == 1:
             refuse("no_prompt", f"{where}{prompts[0]} is missing")
         refuse("no_prompt", f"a row has exactly one of {', '.join(prompts[:-1])} and {prompts[-1]}, {which}")
+    beyond = too_many(given)
+    if beyond is not None:
+        refuse("too_long", f"{where}{beyond[0]} {beyond[1]}")
     _check_prompt(where, found[0], given[found[0]])
     for key, check in OPTIONS.items():
         wanted = check(given[key]) if key in given else None
@@ -166,6 +191,8 @@ def input_row(
     most, least = given.get("max_tokens"), given.get("min_tokens", 0)
     if most is not None and least > most:
         refuse("bad_value", f"{where}min_tokens={least}: exceeds max_tokens={most}")
+    if given.get("top_logprobs") and not given.get("logprobs"):
+        refuse("bad_value", f"{where}top_logprobs={given['top_logprobs']}: must come with logprobs=true")
     return InputRow(index=index, line=line, id=id, request=request, **given)
 
 
@@ -217,7 +244,12 @@ def _unknown(named: str, key: str, value: Any, known: Sequence[str]) -> None:
 
 def shown(value: Any) -> str:
     """A value as messages name it, in part if it is long."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
+    if isinstance(value, str):
+        value = value[: _SHOWN_CHARACTERS + 1]  # not a copy of megabytes for some letters
+    try:
+        text = json.dumps(value, ensure_ascii=True, default=str)
+    except (ValueError, RecursionError):  # a Python caller's: circular, or nested for ever
+        text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
@@ -233,8 +265,10 @@ def record(
     usage: Usage | None = None,
     error: RowError | None = None,
     choices: Sequence[Choice] = (),
+    scores: Scores | None = None,
+    prompt: Scores | None = None,
 ) -> dict[str, Any]:
-    """What is written about a row, the same keys whatever became of it.
+    """What is written about a row, the same keys whatever became of it, and those of scores where there are any.
 
     ``text`` is null exactly where ``error`` is not.
 
@@ -245,6 +279,7 @@ def record(
       error: why it failed; a ``BadRow`` brings its own.
       choices: where the row asked for several samples; then the record has the key ``choices`` too, and what stands
         beside it is the first one's.
+      scores: of ``token_ids``. prompt: of the prompt's tokens.
     """
     if isinstance(row, BadRow):
         error = row.error
@@ -265,6 +300,11 @@ def record(
         "status_code": 200 if error is None else error.status_code,
         "error": error_object(error),
     }
+    if scores is not None:
+        written |= own_scores(scores)
+    if prompt is not None:
+        written["prompt_token_ids"] = [int(token) for token in prompt.token_ids]
+        written["prompt_logprobs"] = own_scores(prompt)["logprobs"]
     if choices:
         written["choices"] = [
             {
@@ -273,6 +313,7 @@ def record(
                 "token_ids": [int(token) for token in choice.token_ids],
                 "finish_reason": "error" if choice.error is not None else choice.finish_reason,
                 "error": error_object(choice.error),
+                **({} if choice.scores is None else own_scores(choice.scores)),
             }
             for index, choice in enumerate(choices)
         ]

@@ -59,6 +59,7 @@ class ParquetRows:
         except pyarrow.ArrowException as error:
             raise UnsupportedError(f"{name}: not a readable Parquet file: {error}") from error
         columns = self._parquet.schema_arrow.names
+        self._maps = [field.name for field in self._parquet.schema_arrow if pyarrow.types.is_map(field.type)]
         self.form = form_of(dict.fromkeys(columns)) or OWN
         unknown = [column for column in columns if column not in self.form.columns and column not in UNSUPPORTED]
         if unknown:
@@ -72,6 +73,7 @@ class ParquetRows:
         index = 0
         for batch in self._parquet.iter_batches(batch_size=_BATCH_ROWS, use_threads=False):
             for row in batch.to_pylist():
+                row |= {name: dict(row[name]) for name in self._maps if row[name] is not None}
                 yield row_of(_without_nulls(row), index=index, line=index + 1, form=self.form)
                 index += 1
 
@@ -104,8 +106,8 @@ def write_records(path: str, read: Callable[[], Iterable[bytes]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    kinds, batch, several = _kinds(read())
-    schema = _schema(pyarrow, kinds, batch=batch, several=several)
+    kinds, batch, extra = _kinds(read())
+    schema = _schema(pyarrow, kinds, batch=batch, extra=extra)
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         group: list[Any] = []
         for lines in batched(read(), _BATCH_ROWS):
@@ -118,18 +120,24 @@ def write_records(path: str, read: Callable[[], Iterable[bytes]]) -> None:
             writer.write_table(pyarrow.concat_tables(group))
 
 
-def _kinds(lines: Iterable[bytes]) -> tuple[set[type], bool, bool]:
-    """Types of the ids, whether these are records of the batch form, and whether some have several choices."""
-    kinds, batch, several = set(), False, False
+def _kinds(lines: Iterable[bytes]) -> tuple[set[type], bool, set[str]]:
+    """Types of the ids, whether these are records of the batch form, and the keys that only some records have."""
+    kinds: set[type] = set()
+    extra: set[str] = set()
+    batch = False
     for line in lines:
         record = json.loads(line)
         batch = batch or "custom_id" in record
-        several = several or "choices" in record
+        extra.update(key for key in _SOME if key in record)
         kinds.add(type(record["custom_id"] if batch else record["id"]))
-    return kinds - {type(None)}, batch, several
+    return kinds - {type(None)}, batch, extra
 
 
-def _schema(pyarrow: Any, kinds: set[type], *, batch: bool, several: bool) -> Any:
+_SOME = ("choices", "logprobs", "top_logprobs", "prompt_token_ids", "prompt_logprobs")
+"""Keys of records that ask for them."""
+
+
+def _schema(pyarrow: Any, kinds: set[type], *, batch: bool, extra: set[str]) -> Any:
     text, whole = pyarrow.string(), pyarrow.int64()
     ids = pyarrow.list_(pyarrow.int32())
     error = pyarrow.struct([(name, text) for name in ("message", "type", "code")])
@@ -148,8 +156,19 @@ def _schema(pyarrow: Any, kinds: set[type], *, batch: bool, several: bool) -> An
         ("status_code", pyarrow.int32()),
         ("error", error),
     ]
-    if several:
+    number = pyarrow.float64()
+    alternative = pyarrow.struct([("id", pyarrow.int32()), ("logprob", number)])
+    kinds_of_some = {
+        "logprobs": pyarrow.list_(number),
+        "top_logprobs": pyarrow.list_(pyarrow.list_(alternative)),
+        "prompt_token_ids": ids,
+        "prompt_logprobs": pyarrow.list_(number),
+    }
+    some = [(name, kind) for name, kind in kinds_of_some.items() if name in extra]
+    fields += some
+    if "choices" in extra:
         choice = [("index", whole), ("text", text), ("token_ids", ids), ("finish_reason", text), ("error", error)]
+        choice += [(name, kind) for name, kind in some if not name.startswith("prompt")]
         fields.append(("choices", pyarrow.list_(pyarrow.struct(choice))))
     return pyarrow.schema(fields)
 

@@ -12,7 +12,8 @@ from kv_control.control_plane import ControlPlane
 from kv_control.invariants import check_invariants
 from kv_control.plan import RequestId, SamplingSpec, StepResults
 from kv_control.request import Request
-from kv_control.scheduler import NOT_FINITE, max_steps
+from kv_control.scheduler import max_steps
+from kv_control.step_accounts import NOT_FINITE
 from tests.strategies import (
     Loop,
     completion_alone,

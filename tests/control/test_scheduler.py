@@ -499,9 +499,10 @@ def test_a_front_whose_pages_come_back_in_time_is_not_failed():
 
 def test_a_loop_that_never_records_its_results_is_stopped():
     loop = loop_of(control_of(4))
-    loop.scheduler.submit(request_of(3, 4, max_tokens=2))
-    plan = loop.engine.run(loop.scheduler.slices(loop.scheduler.schedule()))
-    loop.scheduler.advance(plan.slices)
+    loop.scheduler.submit(request_of(3, 4, max_tokens=4))
+    for _ in range(2):  # a step, and one ahead of its results
+        plan = loop.engine.run(loop.scheduler.slices(loop.scheduler.schedule()))
+        loop.scheduler.advance(plan.slices)
     for _ in range(MAX_IDLE_SCHEDULES - 1):
         assert decision(loop) == {}
     with pytest.raises(SchedulerStalled, match=r"requests \[3\] run and have nothing left to compute"):

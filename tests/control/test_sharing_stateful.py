@@ -25,7 +25,7 @@ from kv_common.errors import RequestTooLarge, StaleHandleError
 from kv_control.invariants import check_invariants
 from kv_control.plan import RequestHandle, RequestId, SamplingSpec, StepBatch, StepResults
 from kv_control.request import Request
-from kv_control.scheduler import NOT_FINITE
+from kv_control.step_accounts import NOT_FINITE
 from tests.strategies import VOCAB_SIZE, completion_alone, control_of, loop_of, prompt_logprobs_alone
 
 MAX_MODEL_LEN = 24

@@ -208,9 +208,9 @@ def test_a_runtime_dispatches_by_the_block_epoch_of_each_plan_and_counts_no_warm
         given.append(block_epoch)
         return outcomes(dispatch, table, block_epoch)
 
-    def spied_step(runtime, prepared):
+    def spied_step(runtime, prepared, **options):
         packed.append(prepared.plan.block_epoch)
-        return run_step(runtime, prepared)
+        return run_step(runtime, prepared, **options)
 
     monkeypatch.setattr(DecodeDispatch, "outcomes", spied)
     monkeypatch.setattr(PagedRuntime, "run_step", spied_step)

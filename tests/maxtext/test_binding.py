@@ -14,9 +14,11 @@ from kv_execution.attention.api import PagedAttentionBackend
 from kv_execution.attention.native import NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.metadata import PageMetadata, SamplingInputs, StepInputs
-from kv_execution.native.library import native_available
+from kv_execution.native.library import PRODUCT_TARGET, native_available
+from kv_execution.products import XLA_PRODUCTS, ProductChoice
 from maxtext_paged.loading import params_from_tree
 from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from tests.hlo import custom_calls
 from tests.tiny_models import dense_model, make_config, make_mesh
 
 pytestmark = pytest.mark.maxtext
@@ -33,7 +35,13 @@ PLAN = [[(0, 0, 20)], [(0, 20, 1), (1, 0, 7)], [(0, 21, 1), (1, 7, 9)]] + [
 ]
 
 
-def paged_model(block: str, devices: int = 1, backend: str = "reference", **overrides: object) -> MaxTextPagedModel:
+def paged_model(
+    block: str,
+    devices: int = 1,
+    backend: str = "reference",
+    products: ProductChoice | None = None,
+    **overrides: object,
+) -> MaxTextPagedModel:
     config = make_config(block, **overrides)
     mesh = make_mesh(config, jax.devices()[:devices])
     geometry = model_geometry(config, mesh)
@@ -41,7 +49,17 @@ def paged_model(block: str, devices: int = 1, backend: str = "reference", **over
     kernels: PagedAttentionBackend = ReferenceBackend()
     if backend == "native":
         kernels = NativeBackend(layout.heads_per_shard())
-    return MaxTextPagedModel(config, mesh, layout=layout, head_axes=geometry.head_axes, backend=kernels)
+    if products is None:
+        native = backend == "native" and devices == 1
+        products = ProductChoice(RUNG, "all rows of these steps", required=True) if native else XLA_PRODUCTS
+    return MaxTextPagedModel(
+        config,
+        mesh,
+        layout=layout,
+        head_axes=geometry.head_axes,
+        backend=kernels,
+        products=products,
+    )
 
 
 def step_inputs(segments: list[tuple[int, int, int]], tokens: np.ndarray) -> StepInputs:
@@ -113,9 +131,12 @@ def assert_equals_dense(got: list[np.ndarray], block: str, tokens: np.ndarray) -
 @pytest.mark.parametrize("block", ["llama2", "gemma2", "qwen3", "gpt_oss"])
 def test_two_requests_in_mixed_steps_equal_dense(block: str, backend: str, tokens: np.ndarray) -> None:
     model = paged_model(block, backend=backend)
-    got, addresses, _ = run_plan(model, params_from_tree(model, dense_model(block).params), tokens)
+    got, addresses, hlo = run_plan(model, params_from_tree(model, dense_model(block).params), tokens)
     assert_equals_dense(got, block, tokens)
     assert all(step == addresses[0] for step in addresses)
+    native = len(custom_calls(hlo, PRODUCT_TARGET))
+    assert native == len(model.products.native)
+    assert (native > 0) == (backend == "native"), "the native kernels' model has native products too"
 
 
 @pytest.mark.multi_device

@@ -15,7 +15,7 @@ from maxtext_paged.cli import CommandError, ExitCode, parse
 from maxtext_paged.cli import convert as convert_command
 from maxtext_paged.cli.files import check_paths, open_input
 from maxtext_paged.cli.output import claim_output
-from maxtext_paged.cli.progress import JobCounts
+from maxtext_paged.report.counts import JobCounts
 
 ROOT = Path(__file__).parents[2]
 ROW = '{"prompt": "x"}\n'
@@ -201,14 +201,16 @@ def test_the_summary_holds_every_count_and_divides_by_no_zero() -> None:
         scrubbed_pages=6,
         backends={"reference": 17},
         decodes={"fused": 11, "gather": 4},
+        native_products=225,
         programs={"paged_step": 2, "_overwrite_pages": 1},
     )
     assert counts.summary() == [
         "9 rows: 5 ok, 2 failed, 2 not answered; 30 prompt and 40 generated tokens in 8.0 s, 5.0 tokens/s",
         "17 steps, 3 preemptions, at most 21 of 64 pages held, 6 scrubbed; attention: reference 17 steps; "
-        "decodes: 11 fused, 4 gather; programs: _overwrite_pages 1, paged_step 2",
+        "decodes: 11 fused, 4 gather; products: 225 native; programs: _overwrite_pages 1, paged_step 2",
     ]
     assert "0 rows: 0 ok, 0 failed; " in JobCounts().summary()[0]
+    assert "decodes: none; products: XLA's; programs: none" in JobCounts().summary()[1]
 
 
 # --- configs/gpu_paged.yml --------------------------------------------------------------------------------

@@ -255,6 +255,21 @@ def test_ids_of_two_kinds_become_text_and_samples_a_column() -> None:
     assert read_parquet("choices.parquet")[0]["choices"][0]["token_ids"] == [1]
 
 
+def test_scores_are_columns_where_some_row_asks_for_them() -> None:
+    ask = {"max_tokens": 2, "logprobs": True, "prompt_logprobs": True}
+    write_lines("in.jsonl", {"prompt": "ab", **ask}, {"prompt": "ab", "max_tokens": 2}, {"prompt": "ab", "top_k": -1})
+    assert main([*WORDS, "in.jsonl", "-o", "out.parquet"]) == 1
+    asked, silent, bad = sorted(read_parquet("out.parquet"), key=lambda record: record["index"])
+    assert asked["logprobs"] == [0.0, 0.0] and asked["prompt_token_ids"] == [97, 98]
+    for record in (silent, bad):
+        assert [record[name] for name in ("logprobs", "prompt_token_ids", "prompt_logprobs")] == [None] * 3
+    best = [[{"id": 5, "logprob": -0.5}], None]
+    lines = [json.dumps({"id": 1, "index": 0, "logprobs": [None, -1.5], "top_logprobs": best}).encode()]
+    parquet.write_records("scores.parquet", lambda: lines)
+    [record] = read_parquet("scores.parquet")
+    assert (record["logprobs"], record["top_logprobs"]) == ([None, -1.5], best)
+
+
 def test_parquet_that_nothing_reads_is_refused_by_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
     write_parquet("in.parquet", [{"prompt": "x", "label": 1, "notes": "y"}])
     assert main([*WORDS, "in.parquet", "-o", "out.jsonl"]) == 2

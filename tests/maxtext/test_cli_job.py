@@ -248,7 +248,7 @@ def test_some_failed_rows_make_exit_code_1_and_the_summary_counts_what_was_writt
     assert f"{prompt} prompt and {generated} generated tokens in " in rows
     found = re.search(
         r"(\d+) steps, .* at most (\d+) of 64 pages held, (\d+) scrubbed; attention: (\w+) \1 steps; "
-        r"decodes: (\d+) gather; ",
+        r"decodes: (\d+) gather; products: (\d+) native; ",
         loop,
     )
     assert found is not None
@@ -269,6 +269,12 @@ def test_neither_torch_nor_jetstream_is_imported_even_where_they_are_installed(m
     assert not mixed.imports.exists()
     assert not {"torch", "torchvision", "jetstream"} & set(mixed.finished.report["packages"])
     assert "maxtext" in mixed.finished.report["packages"]
+
+
+def test_nothing_is_unpickled_and_only_the_renderer_of_templates_is_started(mixed: MixedJob) -> None:
+    seen = mixed.finished.report["seen"]
+    assert [event for event in seen if "template_worker.py" not in event] == []
+    assert len(seen) == 1, "the row with messages"
 
 
 def test_nothing_is_left_on_disk_but_the_output_its_run_file_and_the_compiled_programs(mixed: MixedJob) -> None:

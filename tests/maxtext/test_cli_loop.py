@@ -16,9 +16,11 @@ from kv_control.plan import GREEDY
 from maxtext_paged.cli import ExitCode
 from maxtext_paged.cli.generate import Job
 from maxtext_paged.cli.interruption import Interrupted, Interruption
-from maxtext_paged.cli.progress import JobCounts, JobProgress
+from maxtext_paged.cli.progress import JobProgress
 from maxtext_paged.formats import read_rows
 from maxtext_paged.intake import Intake
+from maxtext_paged.report.counts import JobCounts
+from maxtext_paged.report.recorder import Recorder
 from tests.fakes import VOCAB, completion, make_driver
 
 pytestmark = pytest.mark.maxtext  # the worker's module imports MaxText
@@ -71,6 +73,7 @@ class Setting:
             runtime=self.driver.runtime,
             max_num_seqs=2,
             options=SimpleNamespace(paged_file_order="auto"),
+            num_native_products=lambda: 0,
         )
         self.lines: Any = Lines(rows)
         self.output = io.BytesIO() if output is None else output
@@ -81,7 +84,7 @@ class Setting:
             session=self.session,
             tokenizer=NumberTokenizer(),  # type: ignore[arg-type]
             intake=Intake(NumberTokenizer(), GREEDY, vocab_size=VOCAB, max_model_len=64),
-            counts=JobCounts(total=len(rows)),
+            recorder=Recorder(JobCounts(total=len(rows))),
             output=self.output,
             interruption=self.interruption,
             progress=JobProgress(len(rows), self.shown),
@@ -240,16 +243,20 @@ def test_an_output_that_cannot_be_written_ends_the_job_at_once(capsys: pytest.Ca
 # --- what is shown ----------------------------------------------------------------------------------------
 
 
-def test_without_a_terminal_there_is_a_line_at_most_every_ten_seconds() -> None:
+@pytest.mark.parametrize(("interval", "shown_at"), [(None, [60, 120, 180]), (75.0, [75, 150])])
+def test_without_a_terminal_there_is_a_line_at_most_every_minute_or_as_asked(
+    interval: float | None, shown_at: list[int]
+) -> None:
     now = [0.0]
     shown = io.StringIO()
     counts = JobCounts(total=5)
-    with JobProgress(5, shown, clock=lambda: now[0]) as progress:
-        for second in range(36):
+    asked = {} if interval is None else {"interval": interval}
+    with JobProgress(5, shown, clock=lambda: now[0], **asked) as progress:
+        for second in range(200):
             now[0], counts.ok = float(second), second
             progress.show(counts)
     lines = shown.getvalue().splitlines()
-    assert [int(line.split(": ")[1].split("/")[0]) for line in lines] == [10, 20, 30]
+    assert [int(line.split(": ")[1].split("/")[0]) for line in lines] == shown_at
 
 
 def test_progress_that_is_switched_off_shows_nothing() -> None:

@@ -1,4 +1,7 @@
-"""Files that do not fit in memory: what a job holds does not grow with its rows (tests/fake_engine.py runs them)."""
+"""Files that do not fit in memory: what a job holds does not grow with its rows (tests/fake_engine.py runs them).
+
+Report and metrics files are on: what they are made of does not grow either.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,8 @@ def run_rows(
     report = place / "report.json"
     command = [sys.executable, str(ROOT / "tests" / "fake_command.py"), json.dumps({"report": str(report)})]
     command += ["generate", str(place / "c.yml"), "-i", str(source), "-o", str(output), "--no-progress", *words]
+    command += ["--report", str(place / "report.html")]
+    command += ["--metrics-file", str(place / "m.json"), "--metrics-file", str(place / "m.prom")]
     ended = subprocess.run(command, capture_output=True, env=environment(), check=False)
     assert ended.returncode == 0, ended.stderr.decode()
     if suffix == ".jsonl":
@@ -56,6 +61,10 @@ def run_rows(
             assert sum(1 for _ in file) == num_rows
     else:
         assert pyarrow.parquet.read_metadata(output).num_rows == num_rows
+    shown = json.loads((place / "m.json").read_text())
+    assert shown["file"]["rows"] == {"ok": num_rows, "failed": 0, "missing": 0}
+    assert shown["distributions"]["latency_seconds"]["count"] == shown["run"]["rows"]["ok"]
+    assert (place / "report.html").stat().st_size < 400_000
     found = json.loads(report.read_text())
     return found["peak_kib"], found["cpu_s"]
 

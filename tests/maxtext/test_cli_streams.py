@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +25,13 @@ SAMPLED += ["decode_sampling_nucleus_p=0.9"]
 
 
 @pytest.fixture(scope="module")
-def piped(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("piped")
+
+
+@pytest.fixture(scope="module")
+def piped(place: Path) -> Finished:
     """``generate -i - -o -`` with stderr on a terminal and something that prints to stdout meanwhile."""
-    place = tmp_path_factory.mktemp("piped")
     spoken = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
     base = {"prompt": "abc", "max_tokens": 24, "ignore_eos": True}
     rows = [
@@ -37,6 +42,7 @@ def piped(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     ]
     small = ["paged_tokens_per_page=4", "paged_num_pages=12", "paged_max_num_seqs=4", *CHECKS, *SAMPLED]
     words = ["generate", "-i", "-", tiny_model().config, *small, "--strict", "-o", "-", "max_target_length=40"]
+    words += ["--metrics-file", str(place / "m.json"), "--report", str(place / "r.html")]
     terminal, end = pty.openpty()
     with subprocess.Popen(
         driver(place, [words], noisy=True),
@@ -89,6 +95,23 @@ def test_a_pool_too_small_for_all_rows_answers_all_and_reports_its_preemptions(
     found = re.search(r"(\d+) preemptions, at most (\d+) of 12 pages held, (\d+) scrubbed", piped.err)
     assert found is not None
     assert int(found[1]) > 0 and int(found[2]) <= 12 and int(found[3]) > 0
+
+
+def test_metrics_and_report_of_a_real_job_say_what_ran_where(piped: Finished, place: Path) -> None:
+    found = json.loads((place / "m.json").read_text())
+    run, rows = found["run"], records(piped.out)
+    said = " ".join(piped.err.split())
+    assert f"{run['steps']} steps, {run['preemptions']} preemptions, at most {run['peak_pages']} of 12 pages" in said
+    assert run["generated_tokens"] == run["sampled_tokens"] == sum(row["usage"]["completion_tokens"] for row in rows)
+    assert sum(run["attention_steps"].values()) == run["steps"] > 0
+    assert sum(one["count"] for one in run["decode_causes"]) == sum(run["decodes"].values()) > 0
+    assert run["programs"]["paged_step"] > 0
+    distributions = found["distributions"]
+    assert distributions["ttft_seconds"]["count"] == distributions["latency_seconds"]["count"] == 6
+    assert distributions["itl_seconds"]["count"] == run["generated_tokens"] - 6
+    page = (place / "r.html").read_text()
+    for text in ("1 x cpu", "0.11", "KV pool", "paged_num_pages", *(one["cause"] for one in run["decode_causes"])):
+        assert text in page, text
 
 
 def test_a_terminal_sees_rows_rate_pages_and_preemptions(piped: Finished) -> None:

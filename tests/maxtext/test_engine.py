@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from kv_common.errors import (
     StaleHandleError,
     UnsupportedError,
 )
+from kv_control.logit_options import LogitOptions
 from kv_control.plan import GREEDY, RequestSlice, SamplingSpec
 from kv_control.request import Request
 from kv_execution.compile_events import CompileCounter
@@ -118,6 +120,35 @@ def test_a_request_ends_by_its_own_stop_token_or_at_once(engine: PagedMaxEngine)
     assert again.finish_reason == "stop"
     engine.release(request)
     engine.release(again)
+
+
+def test_a_requests_options_act_from_its_first_token_on(engine: PagedMaxEngine) -> None:
+    ends, bias = [7, 9], {7: 100.0, 9: 50.0, 11: 40.0}
+    options = LogitOptions(logit_bias=bias, top_logprobs=2)
+    request, token, _ = engine.prefill_paged(
+        PROMPTS[0], max_tokens=6, stop_token_ids=ends, min_tokens=2, options=options
+    )
+    assert token == 11
+    finish(engine)
+    assert (completion(request), request.finish_reason) == ([11, 11, 7], "stop")
+    assert [len(best.ids) for best in request.alternatives] == [2, 2, 2]
+
+
+def test_a_request_is_cancelled_from_another_thread_and_still_to_be_released(engine: PagedMaxEngine) -> None:
+    first, *_ = engine.prefill_paged(PROMPTS[0], max_tokens=40)
+    other, *_ = engine.prefill_paged(PROMPTS[1], max_tokens=6)
+    engine.generate_paged()
+    for _ in range(2):  # twice is once
+        thread = threading.Thread(target=engine.cancel, args=(first,))
+        thread.start()
+        thread.join()
+    pieces = finish(engine)
+    assert first.finish_reason == "cancelled" and 2 <= first.num_generated < 6
+    assert other.finish_reason == "length" and len(completion(other)) == 6
+    assert pieces[other.id][-1] == completion(other)[-1]
+    engine.cancel(first)  # ended: nothing
+    engine.release(first)
+    engine.release(other)
 
 
 def test_default_sampling_follows_the_configuration_and_seeds_hold(engine: PagedMaxEngine) -> None:

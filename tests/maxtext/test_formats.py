@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kv_common.errors import ConfigError
+from kv_control.logit_options import LogitOptions
 from kv_control.plan import GREEDY, SamplingSpec
 from maxtext_paged.formats import (
     BadRow,
@@ -25,6 +26,7 @@ from maxtext_paged.formats import (
     record,
     write_line,
 )
+from maxtext_paged.formats.own import shown
 from maxtext_paged.intake import IdCheck, Intake, completion_text
 from maxtext_paged.row_fields import KEYS, OPTIONS, UNSUPPORTED
 from maxtext_paged.rows import Row, RowResult, Usage
@@ -95,6 +97,16 @@ def test_every_key_is_read_as_given() -> None:
         "ignore_eos": True,
         "min_tokens": 2,
         "n": 3,
+        "stop": ["a", "b c"],
+        "include_stop_str_in_output": True,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -2,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"0": -100, "2147483647": 1.5},
+        "logprobs": True,
+        "top_logprobs": 20,
+        "prompt_logprobs": True,
+        "echo": True,
     }
     parsed = parse(row)
     assert isinstance(parsed, InputRow)
@@ -135,6 +147,33 @@ def test_null_is_the_same_as_leaving_a_key_out() -> None:
         ("stop_token_ids", [2**31]),
         ("ignore_eos", 1),
         ("min_tokens", -1),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", ["a", 5]),
+        ("stop", {"a": 1}),
+        ("stop", ["a"] * 65),
+        ("stop", "half \ud800"),
+        ("include_stop_str_in_output", "yes"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", True),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"05": 1}),
+        ("logit_bias", {"2147483648": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": True}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", [5]),
+        ("logprobs", 0),
+        ("logprobs", 1),
+        ("top_logprobs", 21),
+        ("top_logprobs", -1),
+        ("top_logprobs", True),
+        ("top_logprobs", 1.0),
+        ("prompt_logprobs", 1),
+        ("echo", "x"),
         ("tokens", ["a"]),
         ("tokens", [1, -2]),
         ("tokens", [[1, 2]]),
@@ -149,7 +188,18 @@ def test_a_value_of_the_wrong_kind_or_size_is_refused_with_its_field_and_value(k
     prompt = {} if key in ("prompt", "tokens", "messages") else {"prompt": "x"}
     error = refusal({**prompt, key: value})
     assert error.code == "bad_value"
-    assert error.message.startswith(f"{key}={json.dumps(value)}: must be ")
+    assert error.message.startswith(f"{key}={shown(value)}: must be ")
+
+
+def test_more_biases_than_a_row_holds_are_refused_by_name() -> None:
+    assert parse({"prompt": "x", "logit_bias": {str(i): 1 for i in range(300)}}).logit_bias is not None
+    error = refusal({"prompt": "x", "logit_bias": {str(i): 1 for i in range(301)}})
+    assert error.message.startswith("logit_bias=") and "at most 300 token ids" in error.message
+
+
+def test_alternatives_come_with_logprobs() -> None:
+    assert refusal({"prompt": "x", "top_logprobs": 2}).message == "top_logprobs=2: must come with logprobs=true"
+    assert isinstance(parse({"prompt": "x", "top_logprobs": 0}), InputRow)
 
 
 def test_a_long_value_is_named_in_part() -> None:
@@ -189,16 +239,15 @@ def test_an_unknown_key_comes_with_the_closest_known_one() -> None:
         ("tenant", "a"),
         ("cache_salt", "b"),
         ("best_of", 3),
-        ("logit_bias", {"5": 1}),
-        ("stop", ["\n"]),
-        ("stop", [""]),
-        ("stop", "x"),
+        ("bad_words", ["a"]),
+        ("guided_json", {}),
+        ("guided_regex", "a"),
+        ("structured_outputs", {"json": {}}),
+        ("tools", [{"type": "function"}]),
+        ("audio", {"voice": "a"}),
+        ("length_penalty", 2),
         ("response_format", {"type": "json_object"}),
         ("lora", "a"),
-        ("presence_penalty", 0.5),
-        ("repetition_penalty", 1.3),
-        ("logprobs", 0),  # asks for the chosen token's
-        ("logprobs", True),
         ("custom_id", "a"),
         ("body", {}),
     ],
@@ -213,11 +262,8 @@ def test_what_other_tools_know_is_refused_by_name_when_it_asks_for_something(key
     ("key", "value"),
     [
         ("best_of", 1),
-        ("stop", []),
-        ("logit_bias", {}),
-        ("presence_penalty", 0.0),
-        ("repetition_penalty", 1.0),
-        ("logprobs", False),
+        ("bad_words", []),
+        ("tools", []),
         ("response_format", {"type": "text"}),
     ],
 )
@@ -331,6 +377,13 @@ def test_options_reach_the_row_and_none_leaves_the_length_to_the_context() -> No
     assert (row.index, row.id, row.max_tokens, row.min_tokens, row.ignore_eos) == (4, "me", None, 2, True)
     assert row.stop_token_ids == {5}
     assert made({"prompt": "x", "max_tokens": 0}).max_tokens == 0
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": -1}
+    rest = {"logit_bias": {"5": 2, "6": 0}, "logprobs": True, "top_logprobs": 3}
+    assert made({"prompt": "x", **penalties, **rest}).options == LogitOptions(1.5, 1.0, -1.0, {5: 2.0}, 3)
+    assert made({"prompt": "x", "stop": "ab", "include_stop_str_in_output": True}).stop == ("ab",)
+    assert made({"prompt": "x", "stop": ["a", "b"]}).stop == ("a", "b")
+    asks = [{}, {"logprobs": True}, {"echo": True}, {"echo": True, "logprobs": True}, {"prompt_logprobs": True}]
+    assert [made({"prompt": "x", **ask}).want_prompt_logprobs for ask in asks] == [False, False, False, True, True]
     assert made({"prompt": "x", "top_k": 10**12}).sampling.top_k == 128
 
 
@@ -343,6 +396,7 @@ def test_options_reach_the_row_and_none_leaves_the_length_to_the_context() -> No
         ({"tokens": [128]}, "bad_value", "tokens: id 128 is outside the vocabulary of 128"),
         ({"prompt": "é"}, "bad_value", "prompt: id 233 is outside the vocabulary of 128"),
         ({"prompt": "x", "stop_token_ids": [128]}, "bad_value", "stop_token_ids: id 128"),
+        ({"prompt": "x", "logit_bias": {"128": 1}}, "bad_value", "logit_bias: id 128"),
         ({"prompt": "123456789"}, "context_length_exceeded", "9 tokens, the context holds 8"),
         ({"prompt": "x", "id": "twin"}, "duplicate_id", "lines 1 and 2"),
         ({"prompt": 5, "id": "twin"}, "duplicate_id", "lines 1 and 2"),

@@ -39,7 +39,7 @@ def test_prompts_differ_in_length_and_sum_to_what_was_asked() -> None:
 
 def test_the_harness_fails_for_each_reason_it_exists() -> None:
     """The control: a null result must not pass for parity."""
-    idle, busy = LaunchCounts(0, 0, 0, 0, 0), LaunchCounts(6, 0, 6, 0, 4)
+    idle, busy = LaunchCounts(0, 0, 0, 0, 0, 0), LaunchCounts(6, 0, 6, 0, 4, 0)
     fused = Arm("native", [[1, 2]], {"fused": 3}, busy, 6, 0.1, 0.0, 1.0)
     gather = Arm("reference", [[1, 2]], {"gather": 3}, idle, 6, 0.1, 0.0, 1.0)
     check_parity(fused, gather)

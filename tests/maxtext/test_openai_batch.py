@@ -6,11 +6,14 @@ import io
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kv_control.logit_options import Alternatives
 from maxtext_paged.formats import OWN, BadRow, Choice, InputRow, RowError, parse_row
 from maxtext_paged.formats.lines import bounded_lines, read_rows
 from maxtext_paged.formats.openai_batch import BatchForm
+from maxtext_paged.formats.scores import Scores
 from maxtext_paged.formats.sources import open_source
 from maxtext_paged.row_fields import BATCH_LABELS, BATCH_NAMES, BATCH_PROMPTS, OPTIONS, UNSUPPORTED
 from maxtext_paged.rows import Usage
@@ -108,6 +111,15 @@ def test_a_silent_body_means_what_that_interface_documents() -> None:
     assert read(request(CHAT, max_tokens=7, max_completion_tokens=7)).max_tokens == 7
 
 
+def test_a_completions_logprobs_are_a_number_and_a_chats_are_two_fields() -> None:
+    for k in (0, 5):
+        row = read(request(TEXT, logprobs=k, echo=True, prompt_logprobs=0))
+        assert (row.logprobs, row.top_logprobs, row.echo, row.prompt_logprobs) == (True, k, True, True)
+    row = read(request(CHAT, logprobs=True, top_logprobs=3, prompt_logprobs=0, logit_bias={"5": -100}, stop="a"))
+    assert (row.logprobs, row.top_logprobs, row.prompt_logprobs) == (True, 3, True)
+    assert (row.logit_bias, row.stop) == ({"5": -100}, "a")
+
+
 def test_what_changes_nothing_passes() -> None:
     labels = dict.fromkeys(BATCH_LABELS, "x")
     idle = {name: values[0] for name, (_, values) in UNSUPPORTED.items() if values and name not in labels}
@@ -162,6 +174,17 @@ def test_an_unusable_request_is_refused_by_what_is_wrong_with_it(change: dict[st
         (CHAT, {"max_tokens": 7, "max_completion_tokens": 8}, "bad_value", "body.max_completion_tokens=8"),
         (CHAT, {"tools": [{"type": "function"}]}, "unsupported_field", "body.tools="),
         (CHAT, {"response_format": {"type": "json_object"}}, "unsupported_field", "body.response_format="),
+        (TEXT, {"logprobs": True}, "bad_value", "body.logprobs=true: must be a whole number in 0..20"),
+        (TEXT, {"logprobs": 21}, "bad_value", "body.logprobs=21"),
+        (TEXT, {"logprobs": -1}, "bad_value", "body.logprobs=-1"),
+        (TEXT, {"top_logprobs": 3}, "unsupported_field", "body.top_logprobs=3: completions have `logprobs`"),
+        (CHAT, {"logprobs": 5}, "bad_value", "body.logprobs=5: must be true or false"),
+        (CHAT, {"top_logprobs": 5}, "bad_value", "body.top_logprobs=5: must come with logprobs=true"),
+        (CHAT, {"echo": True}, "unsupported_field", "body.echo=true"),
+        (CHAT, {"prompt_logprobs": 2}, "unsupported_field", "body.prompt_logprobs=2"),
+        (TEXT, {"logit_bias": {"a": 1}}, "bad_value", "body.logit_bias="),
+        (TEXT, {"stop": [""]}, "bad_value", "body.stop="),
+        (TEXT, {"guided_json": {"type": "object"}}, "unsupported_field", "body.guided_json="),
         (TEXT, {"best_of": 3}, "unsupported_field", "body.best_of=3"),
         (TEXT, {"temperature": -1}, "bad_value", "body.temperature=-1: must be"),
         (TEXT, {"temprature": 1}, "unknown_field", "did you mean temperature?"),
@@ -232,6 +255,61 @@ def test_samples_are_choices() -> None:
         (0, "a", "length"),
         (1, "b", "stop"),
     ]
+
+
+def scores(*, top: bool) -> Scores:
+    """Of the tokens "a", the first half of "é", its second half, and one of probability 0."""
+    pieces = {5: b"a", 6: b"\xc3", 7: b"\xa9", 8: b"b"}
+    best = [
+        None,
+        *(Alternatives(np.array(ids), np.array([-0.5, -1.5], np.float32)) for ids in ([6, 5], [5, 8], [8, 6])),
+    ]
+    return Scores([5, 6, 7, 8], [float("nan"), -0.5, -2.0, -np.inf], pieces.__getitem__, best if top else ())
+
+
+def test_a_completions_logprobs_have_openais_shape() -> None:
+    row = read(request(TEXT, logprobs=2))
+    record = FORM.record(row, text="aéb", token_ids=[5, 6, 7, 8], finish_reason="length", scores=scores(top=True))
+    [choice] = record["response"]["body"]["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["a", "bytes:\\xc3", "bytes:\\xa9", "b"],
+        "token_logprobs": [None, -0.5, -2.0, -9999.0],
+        "top_logprobs": [
+            None,
+            {"bytes:\\xc3": -0.5, "a": -1.5},
+            {"a": -0.5, "b": -1.5, "bytes:\\xa9": -2.0},  # the chosen one too, where it is not among the best
+            {"b": -0.5, "bytes:\\xc3": -1.5},
+        ],
+        "text_offset": [0, 1, 1, 2],
+    }
+    json.dumps(record, allow_nan=False)
+    plain = FORM.record(row, text="aéb", token_ids=[5], scores=scores(top=False))["response"]["body"]["choices"][0]
+    assert plain["logprobs"]["top_logprobs"] is None
+
+
+def test_a_chats_logprobs_have_openais_shape() -> None:
+    row = read(request(CHAT, logprobs=True, top_logprobs=2))
+    body = FORM.record(row, text="aéb", token_ids=[5, 6, 7, 8], scores=scores(top=True))["response"]["body"]
+    content = body["choices"][0]["logprobs"]["content"]
+    assert content[0] == {"token": "a", "logprob": None, "bytes": [97], "top_logprobs": []}
+    assert content[2] == {
+        "token": "bytes:\\xa9",
+        "logprob": -2.0,
+        "bytes": [0xA9],
+        "top_logprobs": [
+            {"token": "a", "logprob": -0.5, "bytes": [97]},
+            {"token": "b", "logprob": -1.5, "bytes": [98]},
+        ],
+    }
+
+
+def test_prompt_logprobs_have_vllms_shape_in_both_interfaces() -> None:
+    wanted = [None, {"6": {"logprob": -0.5, "decoded_token": "bytes:\\xc3"}}]
+    for url in (TEXT, CHAT):
+        row = read(request(url, prompt_logprobs=0))
+        body = FORM.record(row, text="x", token_ids=[5], prompt=scores(top=False))["response"]["body"]
+        found = body["choices"][0]["prompt_logprobs"] if url == TEXT else body["prompt_logprobs"]
+        assert found[:2] == wanted and len(found) == 4
 
 
 def test_a_failure_has_one_shape_in_whatever_stage_it_happened() -> None:

@@ -49,7 +49,7 @@ def run_poisoned(engine: PagedSession, requests: list[Request], poison: float) -
             continue
         keep = owned_slots(engine, slices).reshape(engine.control.num_pages, -1, 1, 1)
         num_poisoned += int((~keep).sum())
-        runtime._pools = jax.tree.map(lambda pool, keep=keep: jnp.where(keep, pool, poison), runtime.pools)
+        runtime.pools = jax.tree.map(lambda pool, keep=keep: jnp.where(keep, pool, poison), runtime.pools)
         outcome = runtime.run_step(prepared)
         scheduler.advance(slices)
         scheduler.record_step(slices, outcome.results())

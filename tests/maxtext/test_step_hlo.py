@@ -57,11 +57,13 @@ def build(backend: str, model: str = "gpt_oss") -> Built:
         slices.append(RequestSlice(handle, 0, tokens, sample=SamplingSpec(temperature=0.9, top_k=9, seed=seed)))
     prepared = session.runtime.prepare_step(slices)
     assert prepared is not None
-    program: Any = make_step_program(session.model, max_num_seqs=session.max_num_seqs)
+    params, pools = session.runtime.params, session.runtime.pools
+    program: Any = make_step_program(session.model, params=params, pools=pools, max_num_seqs=session.max_num_seqs)
     replicated = NamedSharding(session.model.mesh, PartitionSpec())
     previous = jax.device_put(np.zeros(session.max_num_seqs, np.int32), replicated)
-    arguments = (prepared.inputs, previous, run_key(None, session.model.mesh))
-    compiled = program.lower(session.runtime.params, session.runtime.pools, *arguments).compile()
+    options = session.runtime._options.rows
+    arguments = (prepared.buffer, previous, options, run_key(None, session.model.mesh), prepared.packing)
+    compiled = program.lower(jax.tree.leaves(params), jax.tree.leaves(pools), *arguments).compile()
     return Built(session, prepared, program, arguments, compiled)
 
 
@@ -114,9 +116,12 @@ def test_sampled_tokens_are_the_same_on_every_device_and_pools_stay_where_they_a
     session, model = native.session, native.session.model
     before = addresses(session.runtime.pools)
     undonated = jax.jit(
-        native.program.__wrapped__, out_shardings=(model.pool_sharding, NamedSharding(model.mesh, PartitionSpec()))
+        native.program.__wrapped__,
+        static_argnums=6,
+        out_shardings=(model.pool_sharding, NamedSharding(model.mesh, PartitionSpec())),
     )
-    moved, _ = undonated(session.runtime.params, session.runtime.pools, *native.arguments)
+    leaves = jax.tree.leaves(session.runtime.params), jax.tree.leaves(session.runtime.pools)
+    moved, _ = undonated(*leaves, *native.arguments)
     assert not set(addresses(moved)) & set(before)
     outcome = session.runtime.run_step(native.prepared)
     assert addresses(session.runtime.pools) == before

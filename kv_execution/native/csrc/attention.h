@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "products.h"
+
 namespace paged {
 
 // One attention call over the pools of one shard. All sizes are 64-bit: page * tokens_per_page * token_stride passes
@@ -67,6 +69,8 @@ struct Kernels {
   void (*merge)(const Call&, const Item&, const float* partials, int64_t count);
   // Sum of `count` floats: how fast one core can read, for benchmarks to compare with.
   float (*read)(const float* from, int64_t count);
+  // Columns [first, end) of a skinny matrix product (products.cc).
+  void (*product)(const Product&, int64_t first, int64_t end);
   const char* name;
 };
 

@@ -1,4 +1,4 @@
-// The library's doors: two XLA FFI handlers and a few plain C functions for ctypes.
+// The library's doors: the XLA FFI handlers of attention and a few plain C functions for ctypes.
 //
 // For:      checking shapes and types, choosing the instruction set, running the work list on XLA's threads.
 // Not for:  arithmetic (kernels.cc) or cutting work (work_list.h).
@@ -9,7 +9,9 @@
 #include <string>
 
 #include "attention.h"
+#include "builds.h"
 #include "parallel.h"
+#include "products.h"
 #include "work_list.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -19,38 +21,6 @@ namespace ffi = xla::ffi;
 
 namespace paged {
 namespace {
-
-const Kernels* const kBuilds[] = {
-    &baseline::kernels,
-#ifdef PAGED_X86
-    &x86_64_v3::kernels,
-    &x86_64_v4::kernels,
-#endif
-};
-constexpr int kNumBuilds = sizeof kBuilds / sizeof *kBuilds;
-
-bool runs_here(int build) {
-#ifdef PAGED_X86
-  __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-                  __builtin_cpu_supports("bmi2");
-  if (build == 1) return v3;
-  if (build == 2)
-    return v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
-#endif
-  return build == 0;
-}
-
-int best_build() {
-  static const int best = [] {
-    int build = kNumBuilds - 1;
-    while (!runs_here(build)) build--;
-    return build;
-  }();
-  return best;
-}
 
 // Calls with decode rows by how those ran, and what they came to: fused, whole, chunks, merged rows, prefill tiles.
 std::atomic<int64_t> g_counts[5];
@@ -225,9 +195,10 @@ PAGED_EXPORT const char* maxtext_paged_build_name(int32_t build) {
 PAGED_EXPORT int32_t maxtext_paged_build_runs(int32_t build) { return paged::runs_here(build); }
 PAGED_EXPORT int32_t maxtext_paged_best_build() { return paged::best_build(); }
 
-// Copies the five counts of attend calls since the library was loaded.
+// Copies the five counts of attend calls since the library was loaded, and that of products.
 PAGED_EXPORT void maxtext_paged_counts(int64_t* to) {
   for (int i = 0; i < 5; i++) to[i] = paged::g_counts[i].load();
+  to[5] = paged::num_products();
 }
 
 // Reads `count` floats with the default build, for benchmarks.

@@ -15,6 +15,9 @@
 
 namespace paged {
 namespace PAGED_ISA {
+
+void product(const Product& product, int64_t first, int64_t end);  // products.cc
+
 namespace {
 
 #include "vectors.h"
@@ -509,7 +512,7 @@ float read(const float* from, int64_t count) {
 }  // namespace
 
 extern const Kernels kernels;
-const Kernels kernels = {decode, tile, merge, read, PAGED_NAME(PAGED_ISA)};
+const Kernels kernels = {decode, tile, merge, read, product, PAGED_NAME(PAGED_ISA)};
 
 }  // namespace PAGED_ISA
 }  // namespace paged
