@@ -7,9 +7,9 @@ May import: the standard library, numpy, jax, kv_common, kv_control, kv_executio
 
     python -m benchmarks.families --markdown docs/families.md
 
-A case is a tiny model of configs/test: prompts in chunks, decodes and preemptions share flat steps of 8 tokens, and
-contexts outgrow every window. Leaves with status 1 if a token is not dense's, a logit is further off than two orders of
-float32 summation, or nothing was preempted.
+A case is a tiny model of configs/test: prompts in chunks, decodes and preemptions share flat steps of 4 or 8 tokens,
+and contexts outgrow every window. Leaves with status 1 if a token is not dense's, a logit is further off than
+two orders of float32 summation, or nothing was preempted.
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ POOL = {
     "paged_tokens_per_page": 4,
     "paged_num_pages": 14,
     "paged_max_num_seqs": 4,
-    "paged_max_num_batched_tokens": 8,  # one rung: one program
+    "paged_max_num_batched_tokens": 4,  # two rungs: two programs
     "paged_check_invariants": True,
     "paged_poison_on_free": True,
 }
+LOGIT_RUNG = 8
+"""Tokens of those steps; PAGE_TABLE: the pages of each request, in any order."""
 PAGE_TABLE = np.array([[3, 5, 7, 2, 8, 10], [0, 13, 9, 11, 1, 4]], np.int32)  # page 0 and the last are like any other
 STEPS = [
     *([(0, start, 8)] for start in (0, 8)),  # a prompt in chunks
@@ -145,7 +147,7 @@ def logits_error(session: PagedSession, dense: DenseModel) -> float:
 
 def _step_inputs(segments: Sequence[tuple[int, int, int]], tokens: np.ndarray) -> StepInputs:
     """One flat step that returns the logits of every row, built without the product's runtime."""
-    page, rung = POOL["paged_tokens_per_page"], POOL["paged_max_num_batched_tokens"]
+    page, rung = POOL["paged_tokens_per_page"], LOGIT_RUNG
     rows = [PageRow(start, count, PAGE_TABLE[r, : -(-(start + count) // page)]) for r, start, count in segments]
     table = pack_page_table(
         rows,
