@@ -167,6 +167,7 @@ def _step_inputs(segments: Sequence[tuple[int, int, int]], tokens: np.ndarray) -
         segment_ids=np.where(table.row_of_token < 4, table.row_of_token + 1, 0).astype(np.int32),
         pages=PageMetadata.from_table(table),
         sample_rows=np.arange(rung, dtype=np.int32),
+        num_samples=np.asarray(rung, np.int32),
         sampling=SamplingInputs(floats, whole, floats, floats, words, whole, whole),
         target_rows=np.zeros(rung, np.int32),
         targets=np.zeros(rung, np.int32),
