@@ -8,7 +8,7 @@ paths stay what they were, so checkpoints, ``update_params`` and weight maps do 
 
 For:        deciding what may be bound, and binding it.
 Not for:    running a step (model.py) or loading weights (loading.py).
-May import: kv_common, kv_control, kv_execution, jax, flax, maxtext.
+May import: kv_common, kv_control, kv_execution, jax, flax, maxtext, maxtext_paged.families.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from maxtext.common.common_types import AttentionType, DecoderBlockType
+from maxtext.common.common_types import AttentionType
 from maxtext.layers.attentions import Attention
 from maxtext.layers.normalizations import RMSNorm
 
@@ -27,25 +27,7 @@ from kv_common.errors import UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend, paged_attention
 from kv_execution.metadata import PageMetadata
-
-SUPPORTED_BLOCKS = frozenset(
-    {
-        DecoderBlockType.LLAMA2,
-        DecoderBlockType.MISTRAL,
-        DecoderBlockType.MIXTRAL,
-        DecoderBlockType.GEMMA,
-        DecoderBlockType.GEMMA2,
-        DecoderBlockType.GEMMA3,
-        DecoderBlockType.QWEN2,
-        DecoderBlockType.QWEN3,
-        DecoderBlockType.QWEN3_MOE,
-        DecoderBlockType.GPT_OSS,
-        DecoderBlockType.OLMO3,
-    }
-)
-"""Decoder blocks whose attention was compared with MaxText's dense forward."""
-
-SUPPORTED_ATTENTION = frozenset({AttentionType.GLOBAL, AttentionType.LOCAL_SLIDING})
+from maxtext_paged.families import require_supported_attention, require_supported_block
 
 _QUERIES_ARRIVE_SCALED = 1.0
 """MaxText folds ``1/sqrt(head_dim)`` into the query projection (or its ``query_pre_attn_scalar``)."""
@@ -183,16 +165,6 @@ class RowSelectingRMSNorm(RMSNorm):
         return super().__call__(jnp.take(x, self.step.rows.get_value(), axis=1), out_sharding)
 
 
-def require_supported_block(config: Any) -> None:
-    """Refuse, before a model is built, a decoder block that was never compared with dense."""
-    block = config.decoder_block
-    if block not in SUPPORTED_BLOCKS:
-        raise UnsupportedError(
-            f"decoder_block={block.value} is not supported by attention=gpu_paged; "
-            f"supported: {', '.join(sorted(block.value for block in SUPPORTED_BLOCKS))}"
-        )
-
-
 def attention_modules(model: nnx.Module) -> list[tuple[str, Attention]]:
     """Every attention of a model with its path, refusing by name what must not be bound.
 
@@ -206,11 +178,7 @@ def attention_modules(model: nnx.Module) -> list[tuple[str, Attention]]:
             continue
         if type(module) is not Attention:
             raise UnsupportedError(f"{name} is a {type(module).__name__}: paged attention binds plain Attention only")
-        if module.attention_type not in SUPPORTED_ATTENTION:
-            raise UnsupportedError(
-                f"{name} has attention_type={module.attention_type.value}: attention=gpu_paged serves "
-                f"{', '.join(sorted(kind.value for kind in SUPPORTED_ATTENTION))}"
-            )
+        require_supported_attention(name, module)
         if module.is_vision or module.share_kv_layer or module.use_mrope or module.is_qwen3_hybrid:
             raise UnsupportedError(
                 f"{name} is a vision, KV-sharing, M-RoPE or gated layer: attention=gpu_paged declines it"

@@ -44,8 +44,8 @@ from maxtext_paged.binding import (
     attention_modules,
     attention_options,
     bind_paged_attention,
-    require_supported_block,
 )
+from maxtext_paged.families import require_supported_block
 from maxtext_paged.mesh_axes import check_mesh, check_weights_divide
 from maxtext_paged.products import bind_products
 
