@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kv_control.allocator import PageAllocator
 from kv_control.page_map import PageMap
 from kv_control.sharing import PageSharing
+from kv_control.window_metrics import WindowMetrics
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class ControlCounters:
 
 @dataclass(frozen=True, slots=True)
 class ControlMetrics:
-    """Pages as they stand, and events since the control plane was made.
+    """Pages as they stand, and events since the control plane was made. Pages are those of layers that see everything.
 
     Attributes:
       num_pages: pages of the pool; free + held + retained + leaked.
@@ -60,6 +61,7 @@ class ControlMetrics:
       num_prefix_waits: requests that waited for another's prefill of their own prefix instead of repeating it.
       num_evictions: cached pages given up for room.
       num_preemptions: times a request was sent back. num_preempted_requests: how many different ones.
+      windows: pages of each group of layers with a sliding window.
     """
 
     num_pages: int
@@ -84,6 +86,7 @@ class ControlMetrics:
     num_evictions: int
     num_preemptions: int
     num_preempted_requests: int
+    windows: tuple[WindowMetrics, ...] = ()
 
     @property
     def num_avoided_tokens(self) -> int:
@@ -99,6 +102,7 @@ def pool_metrics(
     written: NDArray[np.int64],
     tokens_per_page: int,
     counters: ControlCounters,
+    windows: tuple[WindowMetrics, ...] = (),
 ) -> ControlMetrics:
     """The value, counted from the page map and the index, independently of the allocator's own books."""
     index = sharing.index
@@ -111,7 +115,7 @@ def pool_metrics(
     used = np.arange(table.shape[1]) < page_map.counts[:, None]
     read[table[used]] = True
     held = read.copy()
-    held[sharing.pending_copies[0]] = True
+    held[sharing.copies.pending[0]] = True
     held &= ~retained
     num_tokens = int(written.sum())
     free, num_held, num_retained = allocator.num_free, int(held.sum()), int(retained.sum())
@@ -139,4 +143,5 @@ def pool_metrics(
         num_evictions=0 if index is None else index.num_evicted,
         num_preemptions=counters.num_preemptions,
         num_preempted_requests=counters.num_preempted_requests,
+        windows=windows,
     )
