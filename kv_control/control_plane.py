@@ -299,6 +299,7 @@ class ControlPlane:
             sharing=self.sharing,
             written=self._written,
             tokens_per_page=self.layout.tokens_per_page,
+            num_layers=self.layout.num_layers,
             counters=self.counters,
             windows=tuple(window_metrics(pages) for pages in self.windows),
         )

@@ -47,7 +47,7 @@ class ControlMetrics:
       num_retained_pages: pages that the prefix cache names, read by a request or not.
       num_leaked_pages: pages that are neither; anything but 0 is a bug.
       num_evictable_pages: retained pages that no request reads.
-      occupancy: share of the pool that is not free.
+      occupancy: share of all pools that is not free: pages count by their layers, those of window groups too.
       fragmentation: token slots of the distinct pages that requests read, over the tokens they have written there.
         Above 1: the unused ends of last pages. Below 1: a sharing dividend. NaN while no request holds a token.
       num_steps: steps dispatched.
@@ -101,10 +101,15 @@ def pool_metrics(
     sharing: PageSharing,
     written: NDArray[np.int64],
     tokens_per_page: int,
+    num_layers: int,
     counters: ControlCounters,
     windows: tuple[WindowMetrics, ...] = (),
 ) -> ControlMetrics:
-    """The value, counted from the page map and the index, independently of the allocator's own books."""
+    """The value, counted from the page map and the index, independently of the allocator's own books.
+
+    Args:
+      num_layers: layers whose pages ``allocator`` counts. windows: those of the others.
+    """
     index = sharing.index
     num_pages = allocator.num_pages
     retained = np.zeros(num_pages, np.bool_)
@@ -119,6 +124,8 @@ def pool_metrics(
     held &= ~retained
     num_tokens = int(written.sum())
     free, num_held, num_retained = allocator.num_free, int(held.sum()), int(retained.sum())
+    layer_pages = num_layers * num_pages + sum(one.num_layers * one.num_pages for one in windows)
+    layer_pages_free = num_layers * free + sum(one.num_layers * one.num_free_pages for one in windows)
     wanted, hit = counters.num_prefix_pages_wanted, counters.num_prefix_pages_hit
     return ControlMetrics(
         num_pages=num_pages,
@@ -127,7 +134,7 @@ def pool_metrics(
         num_retained_pages=num_retained,
         num_leaked_pages=num_pages - free - num_held - num_retained,
         num_evictable_pages=sharing.num_evictable,
-        occupancy=(num_pages - free) / num_pages,
+        occupancy=(layer_pages - layer_pages_free) / layer_pages,
         fragmentation=int(read.sum()) * tokens_per_page / num_tokens if num_tokens else float("nan"),
         num_steps=counters.num_steps,
         num_prefill_tokens=counters.num_prefill_tokens,

@@ -332,6 +332,11 @@ class Reservation:
     serial: int
     windows: tuple[PageChores, ...] = ()
 
+    @property
+    def chores(self) -> tuple[PageChores, ...]:
+        """Of all groups: layers without a window, then each window group."""
+        return (PageChores(self.dirty_pages, self.copies), *self.windows)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScrubbedReservation:

@@ -13,7 +13,7 @@ from kv_control.page_map import NO_PAGE
 from kv_control.plan import RequestHandle, RequestSlice, SamplingSpec, StepPlan
 from kv_control.request import Request
 from kv_control.window_pages import WindowPages
-from tests.strategies import Loop, completion_alone, control_of, layout_of, loop_of, request_of
+from tests.strategies import NAMESPACE, Loop, completion_alone, control_of, layout_of, loop_of, request_of
 
 
 def of(control: ControlPlane) -> WindowPages:
@@ -223,8 +223,12 @@ def shared_prompt(length: int, own: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("first", [9, 17, 30])
 @pytest.mark.parametrize("second", [9, 13, 18, 31])
-def test_a_hit_gives_the_tokens_of_a_miss_inside_and_outside_the_window(first: int, second: int) -> None:  # CASES 128
-    control = control_of(40, 4, max_model_len=48, max_tokens=8, prefix_cache=True, windows=[(6, 40)])
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_a_hit_gives_the_tokens_of_a_miss_inside_and_outside_the_window(  # CASES 128
+    first: int, second: int, chunk: int
+) -> None:
+    """Also where one step wrote more than a window: what left it at once is cached all the same."""
+    control = control_of(40, 4, max_model_len=48, max_tokens=chunk, prefix_cache=True, windows=[(6, 40)])
     loop = loop_of(control)
     run(loop, request_of(1, shared_prompt(first), max_tokens=6))
     run(loop, request_of(2, shared_prompt(second, own=7), max_tokens=6))
@@ -259,6 +263,21 @@ def test_pages_that_left_the_window_are_cached_and_given_up_first_to_come_for_ro
     assert control.counters.num_cached_tokens == 32, "the newest were kept, and they are what a hit needs"
 
 
+def test_only_pages_that_nobody_reads_are_given_up_for_room() -> None:
+    control = control_of(40, 4, max_model_len=48, max_tokens=8, prefix_cache=True, windows=[(6, 40)])
+    loop = loop_of(control)
+    run(loop, request_of(1, shared_prompt(33), max_tokens=1))
+    nodes = of(control).cache.nodes
+    reader = control.open()
+    control.adopt(reader, nodes)
+    read = of(control).table[reader.row, of(control).first[reader.row] : 8].tolist()
+    assert of(control).cache.num_evictable == 8 - len(read)
+    given_up = of(control).cache.evict(8).tolist()
+    assert len(given_up) == 8 - len(read) and not set(given_up) & set(read)
+    assert of(control).cache.num_evictable == 0
+    check_invariants(control)
+
+
 def test_evicting_a_node_gives_its_window_pages_up() -> None:
     control = control_of(9, 4, max_num_seqs=1, max_model_len=36, max_tokens=8, prefix_cache=True, windows=[(6, 9)])
     loop = loop_of(control)
@@ -282,6 +301,78 @@ def test_requests_wait_for_the_one_that_computes_lost_window_pages_again() -> No
     assert control.counters.num_prefill_tokens == 33 + 34 + 2 * 2
 
 
+def test_a_page_that_left_stays_until_it_was_offered_and_then_goes() -> None:
+    """One step writes more than a window; its results, and with them the offer, come later."""
+    control = control_of(40, 4, max_model_len=48, max_tokens=32, prefix_cache=True, windows=[(6, 40)])
+    loop = loop_of(control)
+    loop.scheduler.submit(request_of(1, shared_prompt(30), max_tokens=4))
+    slices = loop.scheduler.slices(loop.scheduler.schedule())
+    plan = loop.engine.run(slices)
+    row = plan.slices[0].handle.row
+    loop.scheduler.advance(plan.slices)
+    assert (of(control).first[row], of(control).end[row]) == (0, 8)
+    check_invariants(control, loop.scheduler)
+    loop.scheduler.record(plan.slices[0], **loop.engine.results(plan, 0))
+    assert (of(control).first[row], of(control).end[row]) == (6, 8), "30 sees 25 .. 30"
+    assert len(of(control).cache.nodes) == 7
+    check_invariants(control, loop.scheduler)
+    loop.drain()
+
+
+def test_new_weights_end_the_wait_for_offers_that_nobody_will_make() -> None:
+    control = control_of(40, 4, max_model_len=48, max_tokens=32, prefix_cache=True, windows=[(6, 40)])
+    handle = control.open()
+    feed(control, handle, 30)
+    assert of(control).first[handle.row] == 0
+    control.reset_prefix_cache(b"other weights")
+    assert of(control).first[handle.row] == 6
+    check_invariants(control)
+
+
+def test_a_row_that_offers_nothing_still_finds_room() -> None:
+    """A handle held outside the scheduler publishes nothing: kept pages are given up before there is no room."""
+    control = control_of(16, 4, max_model_len=64, max_tokens=8, prefix_cache=True, windows=[(8, 6)])
+    handle = control.open()
+    for _ in range(8):
+        feed(control, handle, 8)
+    assert control.num_written(handle) == 64
+    check_invariants(control)
+
+
+def test_pages_that_a_request_is_about_to_read_do_not_count_as_room() -> None:  # CASES 52
+    control = control_of(40, 4, max_model_len=48, max_tokens=8, prefix_cache=True, windows=[(8, 6)])
+    loop = loop_of(control)
+    run(loop, request_of(1, shared_prompt(24), max_tokens=1))
+    tokens = np.array(shared_prompt(24), np.int32)
+    nodes = control.prefix_index.match(control.prefix_index.page_keys(NAMESPACE, tokens), tokens)
+    assert (control.windows.num_usable(nodes), of(control).num_available) == (6, 6)
+
+    def fits() -> bool:
+        """Behind 24 cached tokens: the last two pages of its window are there, two more are needed."""
+        return control.windows.fit(
+            np.zeros(0, np.int64), np.array([32]), np.array([1]), nodes=nodes, num_shared_tokens=24
+        )
+
+    assert fits(), "six pages, of which it reads two"
+    of(control)._allocate(2)
+    assert fits(), "four, of which it reads two"
+    of(control)._allocate(1)
+    assert of(control).num_available == 3 and not fits(), "three, of which it reads two"
+
+
+def test_prompts_under_way_are_charged_one_steps_chunk_together() -> None:
+    """Windows of 8 tokens are 4 pages each, and a step of 16 tokens adds 4 to all of them."""
+    control = control_of(64, 4, max_model_len=64, max_tokens=16, windows=[(8, 12)])
+    nobody, prompt = np.zeros(0, np.int64), np.array([40])
+    assert control.windows.fit(nobody, prompt, prompt)
+    one, two = control.open(), control.open()
+    rows = np.array([one.row, two.row])
+    assert control.windows.fit(rows[:1], np.array([40, 40]), np.array([40, 40])), "4 + 4 and the 4 of a step"
+    assert not control.windows.fit(rows, np.array([40] * 3), np.array([40] * 3)), "4 + 4 + 4 and the 4 of a step"
+    assert control.windows.fit(rows, np.array([40] * 3), np.array([1] * 3)), "nobody has a prompt to compute"
+    assert control.windows.fit(rows, np.array([12] * 3), np.array([12] * 3)), "three pages each, chunks included"
+
+
 # --- samples -----------------------------------------------------------------------------------------------
 
 
@@ -298,6 +389,31 @@ def test_samples_fork_while_the_window_before_the_fork_is_there() -> None:
     run(loop, *samples(3, prompt=14, max_tokens=6))
     assert control.counters.num_shared_tokens == 2 * 13
     assert of(control).copies.pending.size == 0
+
+
+def test_a_sample_that_ends_before_its_page_was_copied_lets_go_of_both() -> None:
+    control = control_of(8, 4, max_num_seqs=2, max_model_len=32, max_tokens=8, windows=[(6, 8)])
+    source, target = control.open(), control.open()
+    feed(control, source, 6)
+    assert control.fork(source, target, 6)
+    assert of(control).copies.pending.shape == (2, 1)
+    check_invariants(control)
+    control.release(target)
+    assert of(control).copies.pending.size == 0
+    control.release(source)
+    assert of(control).allocator.num_free == 8
+    check_invariants(control)
+
+
+def test_a_fork_without_a_page_for_its_copy_changes_nothing() -> None:  # CASES 9
+    control = control_of(8, 4, max_num_seqs=2, max_model_len=32, max_tokens=8, windows=[(8, 6)])
+    source, target = control.open(), control.open()
+    feed(control, source, 7)
+    taken = of(control).allocator.allocate(4)
+    assert not control.fork(source, target, 7)
+    assert control.pages_held(target) == 0 and of(control).end[target.row] == 0
+    of(control).allocator.free(taken[:1])
+    assert control.fork(source, target, 7)
 
 
 def test_a_sample_that_comes_when_the_window_has_passed_computes_its_own_prompt() -> None:
