@@ -179,6 +179,8 @@ class Admission:
         """Note a request that starts to run, and the pages it is going to compute."""
         if request.group is not None:
             self._groups.setdefault(request.group, []).append(request)
+            if request.handle is not None:
+                self._control.windows.expect_forks(request.handle.row, request.num_prompt_tokens - 1)
         if self._control.prefix_index is not None:
             tokens = request.tokens
             if len(tokens) // self._tokens_per_page > shared.num_whole_pages:

@@ -342,7 +342,7 @@ class ControlPlane:
         window_added = self.windows.missing(rows, length)
         if not self.windows.have_room(window_added):
             live = self.page_map.live_rows  # better a page less in the cache than no room
-            self.windows.slide(live, self._written[live], keep_unoffered=False)
+            self.windows.slide(live, self._written[live], wait=False)
             if not self.windows.have_room(window_added):
                 return None
         pages = self.sharing.allocate(int(added.sum()))

@@ -50,7 +50,7 @@ def check_window_pages(control: ControlPlane, pages: WindowPages) -> None:
 
     - a row holds exactly its logical pages ``first .. end - 1``, none twice; rows without a request hold none;
     - what is written and still seen is there, and what nobody will see again is gone, but for pages that are still to
-      be offered to the prefix index;
+      be offered to the prefix index or forked from;
     - the index's window pages are of nodes that can be found; free + held + retained are the pool.
     """
     group, table = pages.group, pages.table
@@ -71,8 +71,10 @@ def check_window_pages(control: ControlPlane, pages: WindowPages) -> None:
         np.flatnonzero(pages_for_tokens(written, group.layout.tokens_per_page) > pages.end),
         "rows have more tokens written than their window pages reach",
     )
-    oldest = np.minimum(group.first_pages(written), pages.end)
-    require_none(np.flatnonzero(pages.first > oldest), "pages left the window of a row that still sees them")
+    seen = np.minimum(group.first_pages(written), pages.end)
+    require_none(np.flatnonzero(pages.first > seen), "pages left the window of a row that still sees them")
+    position = control.windows.held_back(np.arange(len(written)), written)
+    oldest = np.minimum(group.first_pages(position), pages.end)
     for row in np.flatnonzero(pages.first < oldest).tolist():
         offered = control.sharing.num_offered(row)
         if offered is None or pages.first[row] < min(offered, oldest[row]):

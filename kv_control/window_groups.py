@@ -24,6 +24,7 @@ from kv_control.window_pages import WindowPages
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 _NO_LIMIT = np.iinfo(np.int64).max
+_NO_FORKS = -1
 
 
 class WindowGroups:
@@ -49,6 +50,7 @@ class WindowGroups:
     ) -> None:
         self._sharing = sharing
         self._step_tokens = step_tokens
+        self._fork_at: Int64 = np.full(max_num_seqs, _NO_FORKS, np.int64)
         self.groups = tuple(
             WindowPages(group, max_num_seqs=max_num_seqs, max_pages_per_request=max_pages_per_request)
             for group in groups
@@ -120,18 +122,33 @@ class WindowGroups:
             tables.append(table)
         return tuple(tables)
 
-    def slide(self, rows: Int64, positions: Int64, *, keep_unoffered: bool = True) -> None:
+    def slide(self, rows: Int64, positions: Int64, *, wait: bool = True) -> None:
         """Give back what no query of each row from its position on sees.
 
         Args:
-          keep_unoffered: pages that the row is still to offer to the prefix index stay.
+          wait: pages stay that the row is still to offer to the prefix index, or that others are about to fork from.
         """
+        if not self.groups:
+            return
         kept = None
-        if keep_unoffered and self._sharing.index is not None:
-            offered = [self._sharing.num_offered(row) for row in rows.tolist()]
-            kept = np.array([_NO_LIMIT if n is None else n for n in offered], np.int64)
+        if wait:
+            positions = self.held_back(rows, positions)
+            if self._sharing.index is not None:
+                offered = [self._sharing.num_offered(row) for row in rows.tolist()]
+                kept = np.array([_NO_LIMIT if n is None else n for n in offered], np.int64)
         for pages in self.groups:
             pages.slide(rows, positions, kept)
+
+    def held_back(self, rows: Int64, positions: Int64) -> Int64:
+        """Each row's position; for a page's worth of tokens behind its fork point, no later than that."""
+        fork_at, size = self._fork_at[rows], self.groups[0].group.layout.tokens_per_page
+        near = (fork_at >= 0) & (positions <= fork_at + size)
+        back: Int64 = np.where(near, np.minimum(positions, fork_at), positions)
+        return back
+
+    def expect_forks(self, row: int, num_tokens: int) -> None:
+        """Others are about to begin behind this many tokens of a row: it keeps the window before them for a while."""
+        self._fork_at[row] = num_tokens
 
     def take_freed(self) -> tuple[Int32, ...]:
         """Per group, int32: pages that became free since the last call."""
@@ -141,6 +158,7 @@ class WindowGroups:
 
     def release(self, row: int) -> None:
         """A row ends."""
+        self._fork_at[row] = _NO_FORKS
         for pages in self.groups:
             pages.release(row)
 

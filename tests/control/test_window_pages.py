@@ -383,11 +383,14 @@ def samples(n: int, prompt: int, max_tokens: int) -> list[Request]:
     ]
 
 
-def test_samples_fork_while_the_window_before_the_fork_is_there() -> None:
-    control = control_of(40, 4, max_model_len=48, max_tokens=16, windows=[(6, 40)])
+@pytest.mark.parametrize("length", range(10, 18))
+def test_samples_fork_wherever_their_prompt_ends_on_a_page(length: int) -> None:
+    """Their source has computed the last token too, and may have given up what the one before it sees."""
+    control = control_of(40, 4, max_model_len=48, max_tokens=20, windows=[(6, 40)])
     loop = loop_of(control)
-    run(loop, *samples(3, prompt=14, max_tokens=6))
-    assert control.counters.num_shared_tokens == 2 * 13
+    run(loop, *samples(3, prompt=length, max_tokens=12))
+    assert control.counters.num_shared_tokens == 2 * (length - 1)
+    assert of(control).peak_held <= 3 * 5
     assert of(control).copies.pending.size == 0
 
 
