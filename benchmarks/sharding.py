@@ -182,7 +182,7 @@ def run_case(model: str, case: MeshCase, backend: str) -> Outcome:
         head_axes=session.model.head_axes,
         head_shards=layout.head_shards,
         pool_replicas=layout.pool_replicas,
-        counted_bytes=layout.total_pool_bytes(),
+        counted_bytes=session.model.total_pool_bytes(),
         held_bytes=sum(held.values()),
         device_bytes=tuple(sorted(set(held.values()))),
     )

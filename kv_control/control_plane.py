@@ -17,13 +17,17 @@ from kv_common.errors import ConfigError, PageStateError, RequestTooLarge
 from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import pack_page_arrays
 from kv_common.pages import pages_for_tokens
+from kv_common.window_group import WindowGroup
 from kv_control.allocator import PageAllocator
 from kv_control.bucketing import Ladder, row_rung
+from kv_control.dirty_pages import DirtyPages
 from kv_control.metrics import ControlCounters, ControlMetrics, pool_metrics
 from kv_control.page_map import PageMap
 from kv_control.plan import RequestHandle, RequestSlice, Reservation, ScrubbedReservation, StepBatch, StepPlan
 from kv_control.prefix_index import PageNode, PrefixIndex
 from kv_control.sharing import PageSharing
+from kv_control.window_groups import WindowGroups
+from kv_control.window_metrics import window_metrics
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -39,6 +43,7 @@ class _Current:
 
     reservation: Reservation
     num_added: Int64
+    window_added: tuple[Int64, ...]
     length: Int64
     scrubbed: ScrubbedReservation | None = None
     plan: StepPlan | None = None
@@ -53,12 +58,13 @@ class ControlPlane:
     requests, who are about to ask for them again.
 
     Args:
-      layout: geometry of the pool.
+      layout: geometry of the pool of layers that see everything.
       max_num_seqs: rows, that is requests that can hold pages at once.
       max_model_len: most tokens of one request, prompt and completion.
       token_ladder: padded sizes of a step; its top is the largest step.
       prefix_namespace: digest under which pages are cached for other requests (``CacheNamespace.digest``); None
         keeps no page beyond its requests.
+      window_groups: layers with a sliding window, and their own pools.
 
     >>> layout = KvStorageLayoutV1(1, 4, 4, num_kv_heads=1, head_dim=8, dtype="float32")
     >>> control = ControlPlane(layout, max_num_seqs=2, max_model_len=12, token_ladder=Ladder([8]))
@@ -81,6 +87,7 @@ class ControlPlane:
         max_model_len: int,
         token_ladder: Ladder,
         prefix_namespace: bytes | None = None,
+        window_groups: Sequence[WindowGroup] = (),
     ) -> None:
         if max_model_len < 1:
             raise ConfigError(f"max_target_length={max_model_len}: a request needs room for at least 1 token")
@@ -94,8 +101,16 @@ class ControlPlane:
         self.prefix_namespace = prefix_namespace
         self.prefix_index = None if prefix_namespace is None else PrefixIndex(layout.tokens_per_page)
         self.sharing = PageSharing(self.allocator, self.page_map, layout.tokens_per_page, self.prefix_index)
+        self.windows = WindowGroups(
+            window_groups,
+            self.sharing,
+            max_num_seqs=max_num_seqs,
+            max_pages_per_request=self.max_pages_per_request,
+            num_pages=layout.num_pages,
+            step_tokens=token_ladder.top,
+        )
         self.counters = ControlCounters()
-        self._unscrubbed = np.zeros(0, np.int32)  # handed out dirty, not confirmed; some may be free again
+        self._dirty = DirtyPages(self.allocator)
         self._written = np.zeros(max_num_seqs, np.int64)
         self._serial = 0
         self._current: _Current | None = None
@@ -190,6 +205,7 @@ class ControlPlane:
           StaleHandleError: it was released before; nothing has changed.
         """
         pages = self.page_map.release(handle)
+        self.windows.release(handle.row)
         freed = np.concatenate([self.allocator.free(pages), self.sharing.leave(handle.row)])
         self._written[handle.row] = 0
         return freed
@@ -202,6 +218,7 @@ class ControlPlane:
         """
         self._require_empty(handle)
         self.sharing.adopt(handle, nodes)
+        self.windows.adopt(handle.row, nodes)
         self._written[handle.row] = len(nodes) * self.layout.tokens_per_page
 
     def fork(self, source: RequestHandle, target: RequestHandle, num_tokens: int) -> bool:
@@ -209,7 +226,8 @@ class ControlPlane:
         last one is copied before the next step.
 
         Returns:
-          False when there is no page for the copy; then nothing has changed.
+          False when there is no page for the copy, or a window of ``source`` has passed the place (``can_fork``); then
+          nothing has changed.
 
         Raises:
           PageStateError: ``target`` holds pages already, or ``source`` has fewer tokens written.
@@ -219,11 +237,18 @@ class ControlPlane:
             raise PageStateError(
                 f"row {source.row} has {self.num_written(source)} tokens written, {num_tokens} are to be shared"
             )
+        if not self.can_fork(source, num_tokens) or not self.windows.can_copy(num_tokens):
+            return False
         if not self.sharing.fork(source, target, num_tokens):
             return False
-        self._note_unscrubbed(self.page_map.pages(target)[-1:])
+        self.windows.fork(source.row, target.row, num_tokens)
+        self._dirty.note(self.page_map.pages(target)[-1:])
         self._written[target.row] = num_tokens
         return True
+
+    def can_fork(self, source: RequestHandle, num_tokens: int) -> bool:
+        """Whether another request can still begin behind ``num_tokens`` tokens of this one: no window has passed."""
+        return self.windows.can_fork(source.row, num_tokens)
 
     def publish(
         self, handle: RequestHandle, key: bytes, tokens: Int32, token_logprobs: NDArray[np.float32] | None = None
@@ -240,7 +265,13 @@ class ControlPlane:
                 f"row {handle.row}: a page ending at token {position} is published, but only {written} tokens are "
                 "written"
             )
-        return self.sharing.publish(handle, key, tokens, token_logprobs)
+        published = self.sharing.publish(handle, key, tokens, token_logprobs)
+        if self.windows:
+            if published:
+                self.windows.offer(handle.row, self.sharing.path(handle.row)[-1])
+            row = np.array([handle.row])
+            self.windows.slide(row, self._written[row])
+        return published
 
     def reset_prefix_cache(self, namespace: bytes | None = None) -> tuple[int, Int32]:
         """Forget every cached page; running requests keep theirs, which nobody else can find any more.
@@ -255,7 +286,9 @@ class ControlPlane:
         cleared, freed = self.sharing.clear()
         if namespace is not None and self.prefix_namespace is not None:
             self.prefix_namespace = namespace
-            self.sharing.close(self.page_map.live_rows.tolist())  # what they have begun is of the old namespace
+            live = self.page_map.live_rows
+            self.sharing.close(live.tolist())  # what they have begun is of the old namespace
+            self.windows.slide(live, self._written[live])
         return cleared, freed
 
     def metrics(self) -> ControlMetrics:
@@ -266,7 +299,9 @@ class ControlPlane:
             sharing=self.sharing,
             written=self._written,
             tokens_per_page=self.layout.tokens_per_page,
+            num_layers=self.layout.num_layers,
             counters=self.counters,
+            windows=tuple(window_metrics(pages) for pages in self.windows),
         )
 
     def _require_empty(self, handle: RequestHandle) -> None:
@@ -304,14 +339,23 @@ class ControlPlane:
             return None
         rows = batch.rows
         added = np.maximum(needed - self.page_map.counts[rows], 0)
+        window_added = self.windows.missing(rows, length)
+        if not self.windows.have_room(window_added):
+            live = self.page_map.live_rows  # better a page less in the cache than no room
+            self.windows.slide(live, self._written[live], wait=False)
+            if not self.windows.have_room(window_added):
+                return None
         pages = self.sharing.allocate(int(added.sum()))
         if pages is None:
             return None
         self.page_map.extend_rows(rows, added, pages)
-        self._note_unscrubbed(pages)
+        self._dirty.note(pages)
+        self.windows.extend(rows, window_added)
         self._serial += 1
-        reservation = Reservation(batch, self._dirty_held(), self.sharing.pending_copies, self._serial)
-        self._current = _Current(reservation, added, length)
+        reservation = Reservation(
+            batch, self._dirty.held(), self.sharing.copies.pending, self._serial, self.windows.chores()
+        )
+        self._current = _Current(reservation, added, window_added, length)
         return reservation
 
     def confirm_scrubbed(self, reservation: Reservation) -> ScrubbedReservation:
@@ -324,7 +368,8 @@ class ControlPlane:
         if current.scrubbed is not None:
             raise PageStateError(f"reservation {reservation.serial} was confirmed already")
         self.allocator.confirm_scrubbed(reservation.dirty_pages)
-        self.sharing.copied(reservation.copies)
+        self.sharing.copies.made(reservation.copies)
+        self.windows.done(reservation.windows)
         current.scrubbed = ScrubbedReservation(reservation.slices, reservation.serial)
         return current.scrubbed
 
@@ -352,7 +397,7 @@ class ControlPlane:
         rows_padded = self.row_rung(token_rung)
         capacity = self.index_capacity(rows_padded)
         indices = self.page_map.first_pages(batch.rows, needed, capacity=capacity, fill=self.num_pages)
-        if len(self._dirty_held()):
+        if len(self._dirty.held()):
             dirty = self.allocator.dirty_among(indices[: int(needed.sum())])
             if len(dirty):
                 raise PageStateError(f"pages {dirty.tolist()} still carry another request's K/V: scrub them first")
@@ -368,7 +413,8 @@ class ControlPlane:
             row_rung=rows_padded,
             index_capacity=capacity,
         )
-        current.plan = StepPlan(batch, table, token_rung, rows_padded, self.page_map.block_epoch)
+        windows = self.windows.pack(batch, token_rung=token_rung, row_rung=rows_padded)
+        current.plan = StepPlan(batch, table, token_rung, rows_padded, self.page_map.block_epoch, windows)
         return current.plan
 
     def commit(self, plan: StepPlan) -> None:
@@ -383,6 +429,7 @@ class ControlPlane:
             raise PageStateError("this plan was committed already, or a later reservation superseded it")
         self.page_map.require_live(plan.slices.rows, plan.slices.epochs)
         self._written[plan.slices.rows] = current.length
+        self.windows.slide(plan.slices.rows, current.length)
         self._current = None
 
     def cancel(self, reservation: Reservation) -> Int32:
@@ -398,11 +445,13 @@ class ControlPlane:
         if current.plan is not None:
             raise PageStateError(f"reservation {reservation.serial} was planned already: release its requests instead")
         dropped = [np.zeros(0, np.int32)]
-        for i in np.flatnonzero(current.num_added):
-            handle = reservation.slices.handle(int(i))
+        for i in range(len(reservation.slices)):
+            handle = reservation.slices.handle(i)
             if self.page_map.is_live(handle):  # a request released meanwhile has given everything back
-                keep = self.page_map.num_pages(handle) - int(current.num_added[i])
-                dropped.append(self.page_map.truncate(handle, keep))
+                self.windows.shorten(handle.row, i, current.window_added)
+                if current.num_added[i]:
+                    keep = self.page_map.num_pages(handle) - int(current.num_added[i])
+                    dropped.append(self.page_map.truncate(handle, keep))
         self._current = None
         return self.allocator.free(np.concatenate(dropped))
 
@@ -412,21 +461,6 @@ class ControlPlane:
                 f"reservation {serial} is not the current one: it was committed, cancelled or superseded"
             )
         return self._current
-
-    def _note_unscrubbed(self, pages: Int32) -> None:
-        """Remember those of newly held pages that carry old K/V."""
-        dirty = self.allocator.dirty_among(pages)
-        if len(dirty):
-            self._unscrubbed = np.concatenate([self._unscrubbed, dirty])
-
-    def _dirty_held(self) -> Int32:
-        """int32, pages that somebody holds and nobody has scrubbed yet: never more than were handed out lately."""
-        if not len(self._unscrubbed):
-            return self._unscrubbed
-        noted, first = np.unique(self._unscrubbed, return_index=True)
-        noted = noted[np.argsort(first)]
-        self._unscrubbed = noted[self.allocator.dirty[noted] & (self.allocator.references[noted] > 0)]
-        return self._unscrubbed
 
     def _check_step(self, batch: StepBatch) -> Int64:
         """int64 ``[num_reqs]``, each request's tokens once the step has run, checked against what is written."""

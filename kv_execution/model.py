@@ -23,7 +23,11 @@ Pools = Any
 
 
 class PagedModel(Protocol):
-    """A model bound to a paged KV pool. Both functions are pure and are traced inside the step's jit."""
+    """A model bound to a paged KV pool. Both functions are pure and are traced inside the step's jit.
+
+    One whose layers form window groups (``ControlPlane.windows``) also has ``leaf_groups``: for each leaf of its pools
+    the group whose pages it holds, 0 for layers without a window.
+    """
 
     @property
     def layout(self) -> KvStorageLayoutV1:

@@ -27,10 +27,10 @@ from kv_control.metrics import ControlMetrics
 from kv_control.plan import RequestHandle, RequestSlice, StepPlan, StepResults
 from kv_execution.compile_events import CompileCounter
 from kv_execution.dispatch import DecodeDispatch, DispatchOutcome
+from kv_execution.group_scrubber import GroupScrubber
 from kv_execution.logit_adjust import OptionTable
 from kv_execution.model import PagedModel, Params, Pools
 from kv_execution.packing import Packing, pack
-from kv_execution.pool import Scrubber
 from kv_execution.step import StepOutputs, make_step_program
 from kv_execution.step_inputs import build_step_inputs
 
@@ -211,7 +211,10 @@ class PagedRuntime:
         self._compiles = CompileCounter()
         leaves, self._pools_structure = jax.tree.flatten(model.create_pools())
         self._pool_leaves: Sequence[jax.Array] = leaves
-        self._scrubber = Scrubber(model.layout.num_pages)
+        self._scrubber = GroupScrubber(
+            [model.layout.num_pages, *(pages.allocator.num_pages for pages in control.windows)],
+            getattr(model, "leaf_groups", ()) if control.windows else None,
+        )
         self._program = make_step_program(model, params=params, pools=self.pools, max_num_seqs=control.max_num_seqs)
         tokens = np.zeros(control.max_num_seqs, np.int32)
         mesh = model.mesh
@@ -244,12 +247,14 @@ class PagedRuntime:
         reservation = self.control.reserve(slices)
         if reservation is None:
             return None
-        if len(reservation.dirty_pages):
-            self._pool_leaves = self._scrubber.scrub(self._pool_leaves, reservation.dirty_pages)
-            self._num_scrubbed += len(reservation.dirty_pages)
-        if reservation.copies.size:
-            self._pool_leaves = self._scrubber.copy(self._pool_leaves, *reservation.copies)
-            self._num_copied += reservation.copies.shape[1]
+        self._poison()  # what left a window since; pages that are held again are about to be scrubbed
+        for group, chores in enumerate(reservation.chores):
+            if len(chores.dirty_pages):
+                self._pool_leaves = self._scrubber.scrub(self._pool_leaves, chores.dirty_pages, group)
+                self._num_scrubbed += len(chores.dirty_pages)
+            if chores.copies.size:
+                self._pool_leaves = self._scrubber.copy(self._pool_leaves, chores.copies, group)
+                self._num_copied += chores.copies.shape[1]
         plan = self.control.plan(self.control.confirm_scrubbed(reservation))
         longest = int(plan.table.seq_lens.max(initial=1))
         rung = None if self._context_ladder is None else self._context_ladder.rung(longest)
@@ -344,9 +349,13 @@ class PagedRuntime:
         self._poison(freed)
         return cleared
 
-    def _poison(self, freed: NDArray[np.int32]) -> None:
-        if self._poison_on_free and len(freed):
-            self._pool_leaves = self._scrubber.poison(self._pool_leaves, freed)
+    def _poison(self, freed: NDArray[np.int32] | None = None) -> None:
+        """Poison pages that became free: these, and those of window groups since the last call."""
+        if not self._poison_on_free:
+            return
+        for group, pages in enumerate((freed, *self.control.windows.take_freed())):
+            if pages is not None and len(pages):
+                self._pool_leaves = self._scrubber.poison(self._pool_leaves, pages, group)
 
     @property
     def params(self) -> Params:

@@ -13,6 +13,7 @@ May import: kv_common, kv_control, kv_execution, jax, flax, maxtext, maxtext_pag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from maxtext.layers.normalizations import RMSNorm
 
 from kv_common.errors import UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
+from kv_common.window_group import WindowGroup
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend, paged_attention
 from kv_execution.metadata import PageMetadata
 from maxtext_paged.families import require_supported_attention, require_supported_block
@@ -79,7 +81,10 @@ def attention_options(attention: Attention) -> AttentionOptions:
 
 
 class PagedAttentionOp(nnx.Module):
-    """Attention over this layer's page pool, with the call signature of MaxText's ``AttentionOp``."""
+    """Attention over this layer's page pool, with the call signature of MaxText's ``AttentionOp``.
+
+    ``group``: the window group whose pages the pool holds, from 1 on; 0: those of layers without one.
+    """
 
     def __init__(
         self,
@@ -90,8 +95,10 @@ class PagedAttentionOp(nnx.Module):
         backend: PagedAttentionBackend,
         mesh: Mesh,
         head_axes: tuple[str, ...],
+        group: int = 0,
     ) -> None:
         self.options = attention_options(attention)
+        self.group = group
         self.backend = backend
         self.mesh = mesh
         self.head_axes = head_axes
@@ -128,7 +135,7 @@ class PagedAttentionOp(nnx.Module):
             value=value[0],
             k_pool=self.k_pool.get_value(),
             v_pool=self.v_pool.get_value(),
-            pages=self.step.pages.get_value(),
+            pages=self.step.pages.get_value().of_group(self.group),
             sinks=None if sinks is None else jnp.asarray(getattr(sinks, "get_value", lambda: sinks)(), jnp.float32),
             mesh=self.mesh,
             head_axes=self.head_axes,
@@ -211,12 +218,13 @@ def bind_paged_attention(
     backend: PagedAttentionBackend,
     mesh: Mesh,
     head_axes: tuple[str, ...],
+    window_groups: Sequence[WindowGroup] = (),
 ) -> nnx.Module:
     """Exchange a model's attention, in place, and return it.
 
     Args:
       model: MaxText's ``Transformer``, built in a mode other than training; abstract inside ``nnx.eval_shape``.
-      layout: geometry of the pools, ``num_layers`` of them.
+      layout: geometry of the pools, ``num_layers`` of them, but for those of ``window_groups``.
       mesh, head_axes: the model's own mesh and its axes that shard KV heads.
 
     Raises:
@@ -224,11 +232,17 @@ def bind_paged_attention(
     """
     step = StepBinding()
     modules = attention_modules(model)
-    if len(modules) != layout.num_layers:
-        raise UnsupportedError(f"the layout counts {layout.num_layers} attention layers, the model has {len(modules)}")
-    for _, attention in modules:
+    layouts = [layout, *(group.layout for group in window_groups)]
+    numbers: dict[int | None, int] = {group.window: i for i, group in enumerate(window_groups, start=1)}
+    groups = [numbers.get(attention_options(attention).sliding_window, 0) for _, attention in modules]
+    for i, one in enumerate(layouts):
+        if groups.count(i) != one.num_layers:
+            raise UnsupportedError(
+                f"the layout counts {one.num_layers} attention layers, the model has {groups.count(i)}"
+            )
+    for (_, attention), i in zip(modules, groups, strict=True):
         attention.attention_op = PagedAttentionOp(
-            attention, layout, step=step, backend=backend, mesh=mesh, head_axes=head_axes
+            attention, layouts[i], step=step, backend=backend, mesh=mesh, head_axes=head_axes, group=i
         )
         attention.KVCache_0 = NoDenseCache()
     norm = model.decoder.decoder_norm

@@ -55,6 +55,11 @@ class PagedOptions(BaseModel):
         ge=0,
         description="Pages of the pool. 0: from `paged_kv_budget_bytes`, or the default described there.",
     )
+    paged_window_pages: Annotated[Literal["auto", "off"], BeforeValidator(_as_switch)] = Field(
+        "auto",
+        description="auto: layers with a sliding window have their own pools and keep only the pages of their window. "
+        "Their page count follows from `paged_num_pages` or the budget. off: all layers keep all pages.",
+    )
     paged_kv_budget_bytes: int = Field(
         0,
         ge=0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from maxtext.utils.sharding import nnx_construct_named_sharding
 
 from kv_common.errors import ConfigError, LayoutError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
+from kv_common.window_group import WindowGroup
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
 from kv_execution.metadata import PageMetadata, StepInputs
 from kv_execution.pool import create_zeroed, pool_dtype
@@ -71,6 +73,17 @@ class ModelGeometry:
     num_query_heads: int
     weight_bytes: int
     model: nnx.Module = field(repr=False, compare=False)
+
+    def window_layers(self, max_model_len: int) -> dict[int, int]:
+        """Window to layers that have it: those that can keep fewer pages than the layers without a window.
+
+        Empty where no layer sees everything: then nothing else keeps a request's pages in order. A window that no
+        context outgrows keeps nothing back.
+        """
+        windows = Counter(layer.sliding_window for layer in self.layer_options)
+        if None not in windows:
+            return {}
+        return {w: n for w, n in sorted(windows.items(), key=lambda item: item[0] or 0) if w and w < max_model_len}
 
     def layout(self, mesh: Mesh, *, num_pages: int, tokens_per_page: int, dtype: str) -> KvStorageLayoutV1:
         """The pool geometry of ``num_pages`` pages on ``mesh``.
@@ -171,7 +184,8 @@ class MaxTextPagedModel:
     Attributes:
       config: MaxText's configuration.
       mesh: the mesh the model was built for.
-      layout: geometry of the pools.
+      layout: geometry of the pools, but for those of ``window_groups``.
+      window_groups: layers with a sliding window that have pools of their own.
       head_axes: mesh axes (of size above one) that shard KV heads.
       products: which matrix products run natively, and why.
       abstract_params: ``nnx.State`` of ``jax.ShapeDtypeStruct`` with shardings, the restore target.
@@ -187,6 +201,7 @@ class MaxTextPagedModel:
         backend: PagedAttentionBackend,
         products: ProductChoice = XLA_PRODUCTS,
         model: nnx.Module | None = None,
+        window_groups: Sequence[WindowGroup] = (),
     ) -> None:
         """Bind a model.
 
@@ -197,20 +212,37 @@ class MaxTextPagedModel:
         self.config = config
         self.mesh = mesh
         self.layout = layout
+        self.window_groups = tuple(window_groups)
         self.head_axes = head_axes
         with logical_axis_rules(config.logical_axis_rules):
             bound = nnx.eval_shape(
-                lambda model: bind_paged_attention(model, layout, backend=backend, mesh=mesh, head_axes=head_axes),
+                lambda model: bind_paged_attention(
+                    model, layout, backend=backend, mesh=mesh, head_axes=head_axes, window_groups=self.window_groups
+                ),
                 abstract_model(config, mesh) if model is None else model,
             )
             self.products = bind_products(bound, products, bound.decoder.decoder_norm.step)
             graph, params, pools, step, rest = nnx.split(bound, nnx.Param, PagePool, StepVariable, ...)
             self._graph, self._pools, self._step = graph, pools, step
             self._layer_paths = _attention_paths(bound)
+            self._groups = {path: bound_op.group for path, bound_op in _attention_ops(bound)}
             self.abstract_params = _abstract_params(config, mesh, params)
         if products.half_weights:
             self.abstract_params = _kernels_in_bfloat16(self.abstract_params, self.products.native)
         self._rest = materialize_rng_state(rest)
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers, with a window or without."""
+        return self.layout.num_layers + sum(group.layout.num_layers for group in self.window_groups)
+
+    def device_pool_bytes(self) -> int:
+        """Bytes of all pools on one device."""
+        return self.layout.device_pool_bytes() + sum(group.layout.device_pool_bytes() for group in self.window_groups)
+
+    def total_pool_bytes(self) -> int:
+        """Bytes of all pools on all devices."""
+        return self.layout.total_pool_bytes() + sum(group.layout.total_pool_bytes() for group in self.window_groups)
 
     @property
     def vocab_size(self) -> int:
@@ -230,6 +262,13 @@ class MaxTextPagedModel:
     def pool_sharding(self) -> NamedSharding:
         """Sharding of every pool."""
         return kv_pool_sharding(self.mesh, self.layout, self.head_axes)
+
+    @property
+    def leaf_groups(self) -> tuple[int, ...]:
+        """The group of each leaf of the pools: see ``PagedModel``."""
+        flat = nnx.to_flat_state(self._pools)
+        numbered = nnx.from_flat_state([(path, variable.replace(self._groups[path[:-1]])) for path, variable in flat])
+        return tuple(jax.tree.leaves(numbered))
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -320,12 +359,16 @@ class MaxTextPagedModel:
 _POOL_NAMES = ("k_pool", "v_pool")
 
 
+def _attention_ops(model: nnx.Module) -> list[tuple[tuple[Any, ...], PagedAttentionOp]]:
+    """The bound attentions with their paths."""
+    return [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, PagedAttentionOp)]
+
+
 def _attention_paths(model: nnx.Module) -> tuple[tuple[Any, ...], ...]:
     """Paths of the bound attentions, as a step runs them."""
     found = [
         (running_order(".".join(map(str, path)), module.options.sliding_window is not None), path)
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, PagedAttentionOp)
+        for path, module in _attention_ops(model)
     ]
     return tuple(path for _, path in sorted(found, key=lambda item: item[0]))
 

@@ -22,6 +22,7 @@ from maxtext.utils import maxtext_utils
 
 from kv_common.errors import ConfigError, KvCacheError
 from kv_common.layout import KvStorageLayoutV1
+from kv_common.window_group import WindowGroup
 from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
@@ -45,6 +46,7 @@ from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
 from maxtext_paged.processes import check_agreement
 from maxtext_paged.sizing import PoolSize, free_memory, pool_size
+from maxtext_paged.window_sizing import GroupDemand, describe_group
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +282,9 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     nominal = backend_of(options, geometry, mesh, one_page).backend
     workspace = decode_workspace_bytes(nominal, one_page, query_heads, activations, max_num_seqs, max_model_len)
     fraction = options.paged_kv_memory_fraction
+    # Layers with a window that gets pages of their own leave the pools of the others.
+    windows = geometry.window_layers(max_model_len) if options.paged_window_pages == "auto" else {}
+    one_page = replace(one_page, num_layers=one_page.num_layers - sum(windows.values()))
     pool = pool_size(
         one_page,
         num_pages=options.paged_num_pages,
@@ -290,6 +295,16 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         free=free_memory(mesh.local_devices) if fraction else None,
         step_workspace_bytes=workspace,
         weight_bytes=geometry.weight_bytes,
+        demands=[
+            GroupDemand.of(
+                WindowGroup(window, replace(one_page, num_layers=num_layers)),
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                step_tokens=options.paged_max_num_batched_tokens,
+                prefix_cache=options.paged_enable_prefix_cache,
+            )
+            for window, num_layers in windows.items()
+        ],
     )
     layout = replace(one_page, num_pages=pool.num_pages)
     backend = backend_of(options, geometry, mesh, layout)  # again: kernels may limit a pool's pages
@@ -308,6 +323,7 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
         backend=backend.backend,
         products=products_of(options, config, mesh),
         model=geometry.model,
+        window_groups=pool.window_groups,
     )
     pool = replace(pool, weight_bytes=weight_device_bytes(model.abstract_params))  # as held: maybe half
     return PagedAssembly(config, options, model, backend, decode, pool, max_num_seqs)
@@ -335,6 +351,7 @@ def start_session(
             "paged_enable_prefix_cache": int(options.paged_enable_prefix_cache),
             "paged_backend": KNOWN_BACKENDS.index(assembly.backend.name),
             "max_target_length": max_model_len,
+            **{f"pages of window {group.window}": group.layout.num_pages for group in model.window_groups},
         },
     )
     load = prepare_params(model) if params is None else None  # what does not fit is found before pools are made
@@ -346,6 +363,7 @@ def start_session(
         max_model_len=max_model_len,
         token_ladder=token_ladder(options.paged_max_num_batched_tokens),
         prefix_namespace=_NO_WEIGHTS if options.paged_enable_prefix_cache else None,
+        window_groups=model.window_groups,
     )
     logger.info(
         "KV pool: %d pages of %d tokens, %d layers, %s, %.1f MiB a device, %.1f MiB in all, beside %.1f MiB of "
@@ -360,6 +378,8 @@ def start_session(
         assembly.pool.weight_bytes / 2**20,
         assembly.pool.reason,
     )
+    for group in model.window_groups:
+        logger.info("KV pool beside it: %s", describe_group(group))
     if layout.num_slots < max_model_len:
         logger.warning(
             "the pool holds %d tokens, max_target_length=%d: longer requests are refused when they are submitted",

@@ -408,7 +408,7 @@ def test_a_copy_that_was_not_made_yet_is_dropped_with_its_request_and_its_source
     loop.scheduler.submit(leader), loop.scheduler.submit(fork)
     loop.step()
     loop.scheduler.schedule()  # the fork is in, its copy is not made
-    assert loop.engine.control.sharing.pending_copies.shape == (2, 1)
+    assert loop.engine.control.sharing.copies.pending.shape == (2, 1)
     loop.scheduler.cancel(fork.id)
     check_invariants(loop.engine.control, loop.scheduler)
     loop.drain()
@@ -519,7 +519,7 @@ def test_a_sample_that_forks_from_one_whose_own_copy_is_not_made_yet_reads_what_
     loop.scheduler.cancel(leader.id)
     loop.scheduler.submit(second)
     loop.scheduler.schedule()
-    sources, targets = loop.engine.control.sharing.pending_copies
+    sources, targets = loop.engine.control.sharing.copies.pending
     assert len(targets) == 2 and not set(sources) & set(targets), "one dispatch copies all: no page is in both"
     loop.scheduler.cancel(first.id)
     check_invariants(loop.engine.control, loop.scheduler)
