@@ -204,7 +204,7 @@ def accuracy_table(rows: Sequence[Accuracy]) -> str:
 
 
 def speeds(shapes: Sequence[str], dtypes: Sequence[str], *, seconds: float, passes: int) -> list[dict[str, Any]]:
-    """Decode attention of the native kernels, ``BATCH`` rows of ``CONTEXT`` tokens: each dtype in turn, several times."""
+    """Native decode attention, ``BATCH`` rows of ``CONTEXT`` tokens: each dtype in turn, several times."""
     one_core, matmul = bandwidth(1), matmul_rate()
     cells: dict[tuple[str, str], list[Any]] = {}
     for _ in range(passes):

@@ -6,8 +6,8 @@ May import: kv_common, kv_control, jax.
 
 One ``attend`` call serves a step whatever it mixes: inside, a work list gives each row to the kernel that fits it.
 Rows of one token are cut over their keys and merged (split-KV), longer rows are tiled. Quantised pools are read as they
-are: a key's scale is put to its score, a value's to its weight. They are written by jnp's rule (kv_execution/quantised.py),
-so that both backends leave the same bits.
+are: a key's scale is put to its score, a value's to its weight. They are written by the rule of
+kv_execution/quantised.py, so that both backends leave the same bits.
 """
 
 from __future__ import annotations

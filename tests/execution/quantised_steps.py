@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -61,10 +62,11 @@ def written(backend: PagedAttentionBackend, request: Request, chunks: Sequence[i
     """The K pool, two pages of 16 tokens, after a request's tokens were appended in these chunks."""
     shape = (2, 16, *request.key.shape[1:])
     pools = pool_of(np.zeros(shape, np.float32), dtype), pool_of(np.zeros(shape, np.float32), dtype)
-    start = 0
+    append, start = jax.jit(backend.append), 0
     for chunk in chunks:
-        slots = np.arange(start, start + chunk, dtype=np.int32)
-        rows = (x[start : start + chunk] for x in (request.key, request.value))
-        pools = backend.append(*pools, *map(jnp.asarray, rows), slots)  # type: ignore[assignment]
+        rung = 1 if chunk == 1 else 32  # chunks are padded, as steps are, with rows whose slot is past the end
+        slots = np.append(np.arange(start, start + chunk), np.full(rung - chunk, 32)).astype(np.int32)
+        key, value = (np.resize(x[start : start + chunk], (rung, *x.shape[1:])) for x in (request.key, request.value))
+        pools = append(*pools, key, value, slots)
         start += chunk
     return pools[0]

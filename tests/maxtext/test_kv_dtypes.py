@@ -1,4 +1,4 @@
-"""MaxText's model on pools of every dtype: a hit is a miss bit for bit, and batches, preemptions and forks change no token."""
+"""MaxText's model on pools of every dtype: a hit is a miss, and batches, preemptions and forks change no token."""
 
 from __future__ import annotations
 
