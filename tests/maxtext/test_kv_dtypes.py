@@ -181,3 +181,25 @@ def test_sharded_pools_take_their_scales_along_and_stay_where_they_are() -> None
     assert_teacher_forced(requests, dense_model(), relative=ERROR["int8"])
     assert [shard.unsafe_buffer_pointer() for shard in shards()] == before
     engine.close()
+
+
+@pytest.mark.skipif(native_available() is not None, reason="no native kernels")
+def test_the_benchmark_compares_pages_of_each_dtype_with_float32_and_writes_between_its_markers() -> None:
+    from benchmarks.kv_dtype import NotMeasured, accuracies, accuracy_table, filled, options_for, read_text
+
+    tokens = np.random.default_rng(2).integers(1, 255, 41)
+
+    def config(extra: Any) -> Any:
+        return make_config(**{**options_for(len(tokens)), **extra})
+
+    exact, int8 = accuracies(config, tokens, backends=["native"], dtypes=["int8"], params=dense_model().params)
+    assert (exact.dtype, exact.top1, exact.worst_difference, exact.num_tokens) == ("float32", 1.0, 0.0, 40)
+    assert 0 < int8.mean_difference <= int8.worst_difference < 0.02 and int8.top1 > 0.9
+    assert int8.share_of_bytes == (16 + 4) / 64
+    page = filled("before\n<!-- accuracy -->\nold\n<!-- end -->\nafter\n", "accuracy", accuracy_table([exact, int8]))
+    assert page.startswith("before\n<!-- accuracy -->\n| backend |") and page.endswith("|\n<!-- end -->\nafter\n")
+    assert "| native | `int8` | 160 | 0.312 |" in page and "old" not in page
+    session = open_session(config({"paged_backend": "reference"}), params=dense_model().params)
+    with pytest.raises(NotMeasured, match="paged_backend=native ran reference"):
+        read_text(session, "native", tokens)
+    session.close()
