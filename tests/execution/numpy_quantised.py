@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 DTYPES = tuple(LARGEST)
-UNIT_ROUNDOFF = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4}
+UNIT_ROUNDOFF = {"int8": 0.5 / 127, "float8_e4m3fn": 16 / 448}
 """Most that a row's number moves when it is stored, as a share of the row's largest magnitude."""
 
 
