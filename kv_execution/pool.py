@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kv_common.errors import ConfigError
 from kv_common.layout import KvStorageLayoutV1
-from kv_execution.quantised import QUANTISED_DTYPES, KvPool, QuantisedPool, storage_dtype
+from kv_execution.quantised import QUANTISED_DTYPES, QuantisedPool, storage_dtype
 
 Pools = Any
 """A pytree of pool arrays, each ``[num_pages, tokens_per_page, heads, head_dim]``, scales with a last axis of 1."""
@@ -67,8 +67,8 @@ def create_zeroed(structs: Any) -> Any:
     return make()
 
 
-def create_pools(layout: KvStorageLayoutV1, sharding: Sharding | None = None) -> tuple[tuple[KvPool, KvPool], ...]:
-    """Zeroed ``(k_pool, v_pool)`` of each of ``layout.num_layers`` layers."""
+def create_pools(layout: KvStorageLayoutV1, sharding: Sharding | None = None) -> tuple[tuple[Any, Any], ...]:
+    """Zeroed ``(k_pool, v_pool)`` of each of ``layout.num_layers`` layers: arrays, or ``QuantisedPool``."""
     struct = pool_struct(layout, sharding)
     return create_zeroed(tuple((struct, struct) for _ in range(layout.num_layers)))
 

@@ -89,11 +89,13 @@ class NativeBackend:
         self._check_pools(k_pool, v_pool)
         native_library()
         key, value = jnp.asarray(key), jnp.asarray(value)
-        if isinstance(k_pool, QuantisedPool) and isinstance(v_pool, QuantisedPool):
+        if isinstance(k_pool, QuantisedPool):
+            assert isinstance(v_pool, QuantisedPool)  # K and V are of one dtype
             (keys, key_scales), (values, value_scales) = (quantise(new, k_pool.dtype.name) for new in (key, value))
             k_values, v_values = _write(k_pool.values, v_pool.values, keys, values, slot_mapping)
             k_scales, v_scales = _write(k_pool.scales, v_pool.scales, key_scales, value_scales, slot_mapping)
             return QuantisedPool(k_values, k_scales), QuantisedPool(v_values, v_scales)
+        assert not isinstance(v_pool, QuantisedPool)
         return _write(k_pool, v_pool, key.astype(k_pool.dtype), value.astype(k_pool.dtype), slot_mapping)
 
     def attend(
