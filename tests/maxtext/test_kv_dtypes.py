@@ -24,7 +24,7 @@ PREFIX = np.random.default_rng(5).integers(1, 255, 24)
 """Three pages of eight tokens."""
 
 ERROR = {"bfloat16": 0.004, "int8": 0.008, "float8_e4m3fn": 0.04}
-"""Bound on a logit's error, as a share of the largest |logit|: one or two times what storing may move a row's number."""
+"""Bound on a logit's error, as a share of the largest |logit|: once or twice what storing may move a number."""
 
 OPTIONS = {
     "paged_tokens_per_page": 8,
