@@ -92,6 +92,7 @@ class StepInputs:
       segment_ids: int32 ``[T]``, request row + 1; padding 0.
       pages: the attention layers' part.
       sample_rows: int32 ``[S]``, the token row whose logits are sampled; padding 0.
+      num_samples: int32 ``[]``, how many of them are real.
       sampling: the ``S`` rows' sampling parameters.
       target_rows: int32 ``[T]``, token rows whose ``target`` logprob is wanted, packed first; padding 0.
       targets: int32 ``[T]``, the wanted token of each such row; padding 0.
@@ -103,6 +104,7 @@ class StepInputs:
     segment_ids: Array
     pages: PageMetadata
     sample_rows: Array
+    num_samples: Array
     sampling: SamplingInputs
     target_rows: Array
     targets: Array

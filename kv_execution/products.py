@@ -126,23 +126,36 @@ def served(x: jax.Array, kernel: jax.Array, contracted: int, max_rows: int) -> b
     return x.dtype == jnp.float32 and kernel.dtype == jnp.float32 and 1 <= num_rows <= max_rows
 
 
-def dense_product(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
-    """``x [..., *k]`` times ``kernel [*k, *n]`` over the ``contracted`` axes ``*k``, natively: ``[..., *n]``."""
+def dense_product(
+    x: jax.Array, kernel: jax.Array, contracted: int, *, num_live: jax.Array | int | None = None
+) -> jax.Array:
+    """``x [..., *k]`` times ``kernel [*k, *n]`` over the ``contracted`` axes ``*k``, natively: ``[..., *n]``.
+
+    Args:
+      num_live: see ``native_product``.
+    """
     batch, depth = x.shape[: x.ndim - contracted], kernel.shape[:contracted]
     columns = kernel.shape[contracted:]
     if x.shape[x.ndim - contracted :] != depth:
         raise ValueError(f"the last {contracted} axes of {x.shape} are not the first of {kernel.shape}")
-    flat = native_product(x.reshape(math.prod(batch), -1), kernel.reshape(math.prod(depth), -1))
+    flat = native_product(x.reshape(math.prod(batch), -1), kernel.reshape(math.prod(depth), -1), num_live=num_live)
     return flat.reshape(*batch, *columns)
 
 
-def native_product(x: jax.Array, weights: jax.Array, *, instruction_set: str | None = None) -> jax.Array:
+def native_product(
+    x: jax.Array,
+    weights: jax.Array,
+    *,
+    num_live: jax.Array | int | None = None,
+    instruction_set: str | None = None,
+) -> jax.Array:
     """``x [rows, depth]`` times ``weights [depth, columns]``: float32, summed in float32 in the order of the depth.
 
     A row alone gives bit for bit what it gives beside others, on any number of threads. bfloat16 weights are widened as
     they are read. Any number of rows is right; few are fast.
 
     Args:
+      num_live: int32 ``[]``, rows that are computed; those behind them are padding and become zeros. None: all.
       instruction_set: one of ``native_library().builds``; None takes the best this machine runs.
 
     Raises:
@@ -157,7 +170,8 @@ def native_product(x: jax.Array, weights: jax.Array, *, instruction_set: str | N
         raise ConfigError(f"instruction_set={instruction_set!r}: this machine runs {', '.join(builds)}")
     build = _BEST if instruction_set is None else builds[instruction_set]
     result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call(PRODUCT_TARGET, result)(x, weights, build=np.int64(build))
+    live = jnp.asarray(x.shape[0] if num_live is None else num_live, jnp.int32)
+    return jax.ffi.ffi_call(PRODUCT_TARGET, result)(x, weights, live, build=np.int64(build))
 
 
 def num_native_products() -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -175,7 +176,7 @@ class PagedRuntime:
     """Pools, weights and the jitted step of one model.
 
     Args:
-      model: the bound model. params: its weights.
+      model: the bound model. params: its weights; or only their shapes, dtypes and shardings, until ``params`` is set.
       control: page bookkeeping over ``model.layout``.
       run_key: random key of the run; with a row's seed, sample index and position it fixes every sample.
       backend: name of the attention backend the model was bound with, for reports.
@@ -266,18 +267,33 @@ class PagedRuntime:
 
     def _dispatch(self, prepared: PreparedStep) -> StepOutputs:
         self._options.follow(prepared.plan.slices, self._previous_tokens)
-        self._pool_leaves, outputs = self._program(
-            self._param_leaves,
-            self._pool_leaves,
-            prepared.buffer,
-            self._previous_tokens,
-            self._options.rows,
-            self.run_key,
-            prepared.packing,
-        )
+        self._pool_leaves, outputs = self._program(self._param_leaves, *self._arguments(prepared))
         self._previous_tokens = outputs.tokens
         self.control.commit(prepared.plan)
         return outputs
+
+    def _arguments(self, prepared: PreparedStep) -> tuple[Any, ...]:
+        """The program's, behind the weights."""
+        rows, key = self._options.rows, self.run_key
+        return self._pool_leaves, prepared.buffer, self._previous_tokens, rows, key, prepared.packing
+
+    def compile_step(self, num_tokens: int) -> None:
+        """Obtain the program of a step of so many tokens, and run nothing: weights may still be on their way.
+
+        Raises:
+          ConfigError: the ladder holds no such step.
+        """
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._param_leaves]
+        step = self._padding(self.control.token_ladder.rung(num_tokens))
+        self._program.lower(leaves, *self._arguments(step)).compile()
+        self.control.commit(step.plan)
+
+    def _padding(self, num_tokens: int) -> PreparedStep:
+        """A step of so many tokens that are all padding."""
+        reservation = self.control.reserve([])
+        assert reservation is not None  # an empty step needs no page
+        plan = self.control.plan(self.control.confirm_scrubbed(reservation), min_token_rung=num_tokens)
+        return PreparedStep(plan, *pack(build_step_inputs(plan)))
 
     def warm_up(self, on_rung: Callable[[int, int], None] | None = None) -> None:
         """Obtain every program a run can need, by walking the ladders with steps of padding alone.
@@ -291,10 +307,7 @@ class PagedRuntime:
         self._pool_leaves = self._scrubber.warm_up(self._pool_leaves)
         self._options.warm_up(self._previous_tokens)
         for done, rung in enumerate(rungs, start=1):
-            reservation = self.control.reserve([])
-            assert reservation is not None  # an empty step needs no page
-            plan = self.control.plan(self.control.confirm_scrubbed(reservation), min_token_rung=rung)
-            self._dispatch(PreparedStep(plan, *pack(build_step_inputs(plan))))
+            self._dispatch(self._padding(rung))
             if on_rung is not None:
                 jax.block_until_ready(self._previous_tokens)
                 on_rung(done, len(rungs))

@@ -7,7 +7,7 @@ May import: kv_common, kv_control, jax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kv_execution.logit_adjust import OptionRows
 from kv_execution.logprobs import target_logprobs
-from kv_execution.metadata import Array, StepInputs
+from kv_execution.metadata import StepInputs
 from kv_execution.model import PagedModel
 from kv_execution.packing import Packing
 from kv_execution.sampling import sample
@@ -50,10 +50,9 @@ class StepOutputs:
 
 
 Leaves = Sequence[jax.Array]
-StepProgram = Callable[[Leaves, Leaves, Array, jax.Array, OptionRows, jax.Array, Packing], tuple[Leaves, StepOutputs]]
 
 
-def make_step_program(model: PagedModel, *, params: Any, pools: Any, max_num_seqs: int) -> StepProgram:
+def make_step_program(model: PagedModel, *, params: Any, pools: Any, max_num_seqs: int) -> jax.stages.Wrapped:
     """The step as one function ``(param_leaves, pool_leaves, buffer, previous_tokens, options, run_key, packing) ->
     (pool_leaves, outputs)``. Flat arrays: hundreds of weights in modules cost milliseconds a call to take apart.
 
@@ -106,5 +105,4 @@ def make_step_program(model: PagedModel, *, params: Any, pools: Any, max_num_seq
     shardings: Any = {}
     if model.mesh is not None:
         shardings["out_shardings"] = model.pool_sharding, NamedSharding(model.mesh, PartitionSpec())
-    program: Any = jax.jit(paged_step, donate_argnums=1, static_argnums=6, **shardings)
-    return program
+    return jax.jit(paged_step, donate_argnums=1, static_argnums=6, **shardings)

@@ -37,6 +37,7 @@ def build_step_inputs(plan: StepPlan) -> StepInputs:
         segment_ids=segment_ids,
         pages=PageMetadata.from_table(plan.table),
         sample_rows=_padded(last_rows[sampled], num_rows),
+        num_samples=np.asarray(len(sampled), np.int32),
         sampling=SamplingInputs(
             temperature=_padded(sampling.temperature, num_rows, GREEDY.temperature),
             top_k=_padded(sampling.top_k, num_rows, GREEDY.top_k),

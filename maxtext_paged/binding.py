@@ -66,11 +66,15 @@ class StepBinding(nnx.Module):
     Attributes:
       pages: ``PageMetadata`` of the step.
       rows: int32 ``[S]``, token rows that go through the output head.
+      num_rows: int32 ``[]``, how many of ``rows`` are real.
       hidden: ``[1, T, emb]``, left by the final norm for heads that run on other rows later.
+      num_live: int32 ``[]``, real rows of what the layers compute now: the step's tokens, then ``num_rows``.
     """
 
     def __init__(self) -> None:
         one = jnp.zeros(1, jnp.int32)
+        self.num_rows = StepVariable(one[0])
+        self.num_live = StepVariable(one[0])
         self.pages = StepVariable(PageMetadata(one, one, one, one, one, one, one, one, one))
         self.rows = StepVariable(one)
         self.hidden = StepVariable(jnp.zeros((1, 1, 1), jnp.float32))
@@ -177,6 +181,7 @@ class RowSelectingRMSNorm(RMSNorm):
     def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Normalise rows ``step.rows`` of ``x`` ``[1, T, emb]``: ``[1, S, emb]``."""
         self.step.hidden.set_value(x)
+        self.step.num_live.set_value(self.step.num_rows.get_value())
         return super().__call__(jnp.take(x, self.step.rows.get_value(), axis=1), out_sharding)
 
 

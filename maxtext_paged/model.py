@@ -203,7 +203,7 @@ class MaxTextPagedModel:
                 lambda model: bind_paged_attention(model, layout, backend=backend, mesh=mesh, head_axes=head_axes),
                 abstract_model(config, mesh) if model is None else model,
             )
-            self.products = bind_products(bound, products)
+            self.products = bind_products(bound, products, bound.decoder.decoder_norm.step)
             graph, params, pools, step, rest = nnx.split(bound, nnx.Param, PagePool, StepVariable, ...)
             self._graph, self._pools, self._step = graph, pools, step
             self._layer_paths = _attention_paths(bound)
@@ -255,7 +255,8 @@ class MaxTextPagedModel:
         self, params: nnx.State, pools: nnx.State, token_ids: jax.Array, inputs: StepInputs
     ) -> tuple[jax.Array, jax.Array, nnx.State]:
         """One flat step in MaxText's prefill mode; see ``kv_execution.model.PagedModel.forward``."""
-        return self._forward(params, pools, token_ids, inputs.pages, inputs.segment_ids, inputs.sample_rows)
+        rows = inputs.sample_rows, inputs.num_samples
+        return self._forward(params, pools, token_ids, inputs.pages, inputs.segment_ids, *rows)
 
     def hidden_states(
         self, params: nnx.State, pools: nnx.State, token_ids: jax.Array, pages: PageMetadata
@@ -264,8 +265,8 @@ class MaxTextPagedModel:
         num_rows = pages.seq_lens.shape[0]
         segment_ids = jnp.where(pages.row_of_token < num_rows, pages.row_of_token + 1, 0)
         # Nobody reads these logits, so XLA drops the head.
-        one_row = jnp.zeros(1, jnp.int32)
-        _, hidden, pools = self._forward(params, pools, token_ids, pages, segment_ids, one_row)
+        none = jnp.zeros(1, jnp.int32), jnp.int32(0)
+        _, hidden, pools = self._forward(params, pools, token_ids, pages, segment_ids, *none)
         return hidden, pools
 
     def _forward(
@@ -276,11 +277,14 @@ class MaxTextPagedModel:
         pages: PageMetadata,
         segment_ids: jax.Array,
         rows: jax.Array,
+        num_rows: jax.Array,
     ) -> tuple[jax.Array, jax.Array, nnx.State]:
         model = self._merge(params, pools)
         step = model.decoder.decoder_norm.step
         step.pages.set_value(pages)
+        step.num_live.set_value(pages.query_start_loc[-1])
         step.rows.set_value(rows)
+        step.num_rows.set_value(num_rows)
         with logical_axis_rules(self.config.logical_axis_rules):
             logits = model(
                 token_ids[None],
@@ -295,7 +299,10 @@ class MaxTextPagedModel:
     def head(self, params: nnx.State, hidden: jax.Array, rows: jax.Array) -> jax.Array:
         """MaxText's own output head on ``rows`` of ``hidden``; see ``PagedModel.head``."""
         model = self._merge(params, self._pools)
-        model.decoder.decoder_norm.step.rows.set_value(rows)
+        step = model.decoder.decoder_norm.step
+        step.rows.set_value(rows)
+        step.num_rows.set_value(jnp.int32(rows.shape[0]))
+        step.num_live.set_value(jnp.int32(rows.shape[0]))
         with logical_axis_rules(self.config.logical_axis_rules):
             logits = model.decoder.apply_output_head(
                 shared_embedding=model.token_embedder,

@@ -23,6 +23,7 @@ from maxtext.layers.linears import DenseGeneral
 
 from kv_common.errors import UnsupportedError
 from kv_execution.products import ProductChoice, dense_product, served, trailing_axes
+from maxtext_paged.binding import StepBinding
 
 _ATTRIBUTE = "paged_product"
 
@@ -31,12 +32,14 @@ class RowsProduct(nnx.Module):
     """A dot-general with the call signature MaxText gives a quantised one.
 
     Attributes:
+      step: the running step: rows that only fill up a rung cost nothing.
       kernel: the layer's own parameter: MaxText hands over its values cast to the compute dtype, and a kernel that is
         held in bfloat16 is better read as it is.
     """
 
-    def __init__(self, max_rows: int, layer: DenseGeneral) -> None:
+    def __init__(self, max_rows: int, layer: DenseGeneral, step: StepBinding) -> None:
         self.max_rows = max_rows
+        self.step = step
         self.matmul_precision = layer.matmul_precision
         self.kernel = layer.kernel
 
@@ -46,7 +49,8 @@ class RowsProduct(nnx.Module):
         plain = trailing_axes(axes, inputs.ndim) and tuple(kernel_axes) == tuple(range(len(axes))) and not any(batch)
         if plain and served(inputs, kernel, len(axes), self.max_rows):
             held = self.kernel.get_value()
-            return dense_product(inputs, held if held.dtype == jnp.bfloat16 else kernel, len(axes))
+            live = self.step.num_live.get_value()
+            return dense_product(inputs, held if held.dtype == jnp.bfloat16 else kernel, len(axes), num_live=live)
         return lax.dot_general(inputs, kernel, dimensions, precision=lax.Precision(self.matmul_precision))
 
 
@@ -92,8 +96,12 @@ class BoundProducts:
         return f"{line}, not {self.others[0][0]} and the like: {reasons}" if self.others else line
 
 
-def bind_products(model: nnx.Module, choice: ProductChoice) -> BoundProducts:
+def bind_products(model: nnx.Module, choice: ProductChoice, step: StepBinding) -> BoundProducts:
     """Exchange the product of every layer that may be bound, in place.
+
+    Args:
+      step: the one that the model's attentions share. Every dense layer has the step's tokens as rows, packed first,
+        and the head the sampled ones.
 
     Raises:
       UnsupportedError: native products are required, and a dense layer cannot have them.
@@ -111,6 +119,6 @@ def bind_products(model: nnx.Module, choice: ProductChoice) -> BoundProducts:
         raise UnsupportedError(f"{option}: {path} keeps XLA's product, {why}; auto binds the others")
     for (_, layer), (_, reason) in zip(layers, reasons, strict=True):
         if reason is None:
-            setattr(layer, _ATTRIBUTE, RowsProduct(choice.max_rows, layer))
+            setattr(layer, _ATTRIBUTE, RowsProduct(choice.max_rows, layer, step))
             layer._quant_dot_general_name = _ATTRIBUTE
     return BoundProducts(choice, tuple(path for path, reason in reasons if reason is None), others)

@@ -8,6 +8,7 @@ May import: kv_common, kv_control, kv_execution, jax, maxtext, maxtext_paged.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from kv_execution.driver import PagedDriver
 from kv_execution.products import ProductChoice, choose_products, num_native_products
 from kv_execution.runtime import PagedRuntime
 from kv_execution.split_plan import SplitPlanCache, split_kv_workspace_bytes
+from maxtext_paged.collector import collector_paused
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
 from maxtext_paged.loading import load_params, params_from_tree
 from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry, weight_device_bytes
@@ -125,6 +127,10 @@ class PagedSession:
         for leaf in jax.tree.leaves(self.runtime.pools):
             if not leaf.is_deleted():
                 leaf.delete()
+
+
+_NO_WEIGHTS = bytes(32)
+"""The namespace of a cache before its weights are there: nothing is kept under it."""
 
 
 def prefix_namespace(model: MaxTextPagedModel, options: PagedOptions, params: Any, *, revision: int) -> bytes:
@@ -223,6 +229,7 @@ def open_session(config: Any, *, mesh: Mesh | None = None, params: Any = None, r
     return start_session(assemble(config, mesh=mesh), params=params, rng=rng)
 
 
+@collector_paused()
 def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     """Everything of ``open_session`` that allocates nothing; arguments and errors as there."""
     if config.attention != "gpu_paged":
@@ -282,8 +289,15 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     return PagedAssembly(config, options, model, backend, decode, pool, max_num_seqs)
 
 
-def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = None) -> PagedSession:
-    """Load weights, allocate pools and start the loop; arguments as in ``open_session``."""
+@collector_paused()
+def start_session(
+    assembly: PagedAssembly, *, params: Any = None, rng: Any = None, first_step_tokens: int = 0
+) -> PagedSession:
+    """Load weights, and beside that allocate pools and start the loop; arguments as in ``open_session``.
+
+    Args:
+      first_step_tokens: of the first step, where somebody knows: its program is obtained while weights load.
+    """
     options, model, layout = assembly.options, assembly.model, assembly.model.layout
     max_num_seqs, max_model_len = assembly.max_num_seqs, int(assembly.config.max_target_length)
     check_agreement(
@@ -300,16 +314,19 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
             "max_target_length": max_model_len,
         },
     )
-    params = load_params(model) if params is None else params_from_tree(model, params)
-    namespace = None
-    if options.paged_enable_prefix_cache:
-        namespace = prefix_namespace(model, options, params, revision=0)
+    loading = None
+    if params is None:
+        loader = ThreadPoolExecutor(1, thread_name_prefix="load-params")
+        loading = loader.submit(load_params, model)
+        loader.shutdown(wait=False)
+    else:
+        params = params_from_tree(model, params)
     control = ControlPlane(
         layout,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         token_ladder=token_ladder(options.paged_max_num_batched_tokens),
-        prefix_namespace=namespace,
+        prefix_namespace=_NO_WEIGHTS if options.paged_enable_prefix_cache else None,
     )
     logger.info(
         "KV pool: %d pages of %d tokens, %d layers, %s, %.1f MiB a device, %.1f MiB in all, beside %.1f MiB of "
@@ -330,16 +347,22 @@ def start_session(assembly: PagedAssembly, *, params: Any = None, rng: Any = Non
             layout.num_slots,
             max_model_len,
         )
-    logger.info("prefix cache: %s", _on_or_off(control))
     runtime = PagedRuntime(
         model,
-        params,
+        model.abstract_params if params is None else params,
         control,
         run_key=run_key(rng, model.mesh),
         backend=assembly.backend.name,
         decode=assembly.decode,
         poison_on_free=options.paged_poison_on_free,
     )
+    if loading is not None:
+        if first_step_tokens:
+            runtime.compile_step(min(first_step_tokens, control.token_ladder.top))
+        runtime.params = loading.result()
+    if options.paged_enable_prefix_cache:
+        control.reset_prefix_cache(prefix_namespace(model, options, runtime.params, revision=0))
+    logger.info("prefix cache: %s", _on_or_off(control))
     scheduler = Scheduler(
         control,
         max_num_batched_tokens=options.paged_max_num_batched_tokens,

@@ -156,7 +156,7 @@ class FakeWorker:
 def fake_model(*, step_s: float = 0.0, temperature: float = 0.0, weights: str = "w1") -> Model:
     """A model as ``open_model`` returns it."""
 
-    def start() -> Engine:
+    def start(first_step_tokens: int) -> Engine:
         worker: Any = FakeWorker(step_s)
 
         class Control:
@@ -214,4 +214,5 @@ def fake_model(*, step_s: float = 0.0, temperature: float = 0.0, weights: str = 
         Intake(tokenizer, GREEDY, vocab_size=256, max_model_len=512),
         {"configuration": {"dtype": "float32"}, "sampling": {"temperature": temperature}},
         start,
+        64,
     )

@@ -41,6 +41,8 @@ ROOT = Path(
 )
 INSTALL = "benchmarks/peers/install.sh"
 BATCHES, DECODE_CONTEXT, DECODE_STEPS, PREFILL_TOKENS = (1, 4, 16), 256, 64, 512
+PREFILLS = 4
+"""Prompts one after the other: one alone is over in less than a second, and says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +183,8 @@ def measure(arm: Arm, tests: Sequence[str], trace: Sequence[Asked]) -> dict[str,
             answer = arm.run(prompts, [1 + DECODE_STEPS] * batch)
             found[f"decode_b{batch}_tokens_per_second"] = decode_rate(answer["times"])
     if "prefill" in tests:
-        answer = arm.run(probe_prompts(trace, 1, PREFILL_TOKENS), [1])
-        found["prefill_tokens_per_second"] = PREFILL_TOKENS / answer["seconds"]
+        seconds = [arm.run([prompt], [1])["seconds"] for prompt in probe_prompts(trace, PREFILLS, PREFILL_TOKENS)]
+        found["prefill_tokens_per_second"] = PREFILLS * PREFILL_TOKENS / sum(seconds)
     return found
 
 
@@ -194,8 +196,17 @@ def warm(arm: Arm, tests: Sequence[str], trace: Sequence[Asked]) -> None:
             arm.run(probe_prompts(trace, batch, DECODE_CONTEXT), [4] * batch)
 
 
-def show(figures: dict[str, dict[str, Figure]], arms: dict[str, Arm], baseline: str) -> None:
-    """One line an arm; behind each figure ``baseline``'s over it, so that above 1 is ahead (times: the other way)."""
+def ratios(test: str, mine: Figure, other: Figure, agreement: float) -> Figure:
+    """How many times as fast ``mine`` is, round by round: what slows the whole machine down slows both."""
+    pairs = list(zip(mine.passes, other.passes, strict=True))
+    faster = [a / b if test.endswith("per_second") else b / a for a, b in pairs]
+    return records.figure(faster, agreement=agreement)
+
+
+def show(
+    figures: dict[str, dict[str, Figure]], beside: dict[str, dict[str, Figure]], arms: dict[str, Arm], baseline: str
+) -> None:
+    """Two lines an arm: its figures, and how many times as fast ``baseline`` is, the median of the rounds."""
     names = [
         name for name in next(iter(figures.values()), {}) if not name.startswith("trace_itl") and "p99" not in name
     ]
@@ -203,14 +214,17 @@ def show(figures: dict[str, dict[str, Figure]], arms: dict[str, Arm], baseline: 
     for arm, own in figures.items():
         line = f"{arm:15}"
         for name in names:
-            one, mine = own[name], figures.get(baseline, {}).get(name)
-            ratio = ""
-            if mine is not None and arm != baseline:
-                faster = mine.median / one.median if name.endswith("per_second") else one.median / mine.median
-                ratio = f"x{faster:.2f}"
-            line += f"{one.median:14.2f}{' ' if one.reportable else '?'} ({one.spread:.2f}){ratio:>6}"
+            one = own[name]
+            line += f"{one.median:18.2f}{' ' if one.reportable else '?'} ({one.spread:.2f}) "
         print(f"{line}{arms[arm].peak_mib:10.0f}  {arms[arm].version}")
-    print(f"xN: {baseline} is N times as fast; (spread of the rounds); ? the rounds do not agree")
+        if arm in beside:
+            line = f"{'':15}"
+            for name in names:
+                one = beside[arm][name]
+                line += f"{f'x{one.median:.2f}':>18}{' ' if one.reportable else '?'} ({one.spread:.2f}) "
+            print(line)
+    print(f"xN: {baseline} is N times as fast, median of ratios round by round; (largest over smallest round);")
+    print("? the rounds do not agree")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,8 +284,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             arm: {test: records.figure(rounds, agreement=options.agreement) for test, rounds in tests_of.items()}
             for arm, tests_of in values.items()
         }
+        beside = {
+            arm: {test: ratios(test, figures["paged"][test], one, options.agreement) for test, one in own.items()}
+            for arm, own in figures.items()
+            if arm != "paged" and "paged" in figures
+        }
         if figures:
-            show(figures, arms, "paged")
+            show(figures, beside, arms, "paged")
         records.write(
             options.json,
             {
@@ -286,6 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         "peak_rss_mib": arm.peak_mib,
                         "arguments": ARMS[name].arguments,
                         "figures": figures.get(name, {}),
+                        "paged_times_as_fast": beside.get(name, {}),
                     }
                     for name, arm in arms.items()
                 },

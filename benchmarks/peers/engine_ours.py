@@ -25,11 +25,13 @@ class Paged:
 
     def __init__(self, options: argparse.Namespace) -> None:
         from maxtext_paged.cli.configuration import load_configuration
+        from maxtext_paged.collector import collector_paused
         from maxtext_paged.session import open_session
 
         shape = [f"paged_max_num_seqs={options.slots}", f"max_target_length={options.context}"]
-        self.session = open_session(load_configuration(options.model, [*shape, *options.set]))
-        self.session.runtime.warm_up()
+        with collector_paused(freeze=True):  # as the command does
+            self.session = open_session(load_configuration(options.model, [*shape, *options.set]))
+            self.session.runtime.warm_up()
         self.version = f"maxtext-paged {installed('maxtext-paged')} jax {installed('jax')} {self.session.backend.name}"
         if self.session.backend.name == "reference" and self.session.options.paged_backend != "reference":
             raise WrongPath(f"attention would run on the jnp reference: {self.session.backend.reason}")

@@ -210,6 +210,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if extra:
         arguments.overrides += extra
     arguments.words = list(sys.argv[1:] if argv is None else argv)
+    arguments.own_process = argv is None
     if arguments.command is None and not arguments.version:
         parser.error("which COMMAND? generate, convert, doctor or plan")
     return arguments

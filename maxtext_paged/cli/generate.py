@@ -25,6 +25,7 @@ from maxtext_paged.cli.progress import PLAIN_INTERVAL_S, JobProgress
 from maxtext_paged.cli.run_file import run_id
 from maxtext_paged.cli.warming import warm_up
 from maxtext_paged.cli.watching import Watching, check_shown_paths
+from maxtext_paged.collector import collector_paused
 from maxtext_paged.formats import OWN, BadRow, Choice, Form, InputRow, RowError, Writable, write_line
 from maxtext_paged.formats.sources import open_source
 from maxtext_paged.intake import Intake, Tokenizer, completion_text
@@ -62,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, interruption: Interruption, output: Output | PipedOutput) -> int:
-    model = open_model(arguments.config, arguments.overrides)
+    with collector_paused(freeze=arguments.own_process):
+        model = open_model(arguments.config, arguments.overrides)
     with open_input(arguments.input) as file:
         source = open_source(arguments.input, file)
         if source.form is not OWN:
@@ -76,9 +78,11 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
         if 0 < earlier.num == checked.num_rows:
             say(f"{arguments.output} is complete: nothing is left to do")
             return _complete(counts, output)
-        engine = model.start()
-        if arguments.warmup:
-            warm_up(engine.session, sys.stderr, enabled=not arguments.no_progress)
+        with collector_paused(freeze=arguments.own_process):
+            rows = (row for row in source.rows() if row.index not in earlier)
+            engine = model.start(first_step_tokens(rows, model.intake, model.max_num_batched_tokens))
+            if arguments.warmup:
+                warm_up(engine.session, sys.stderr, enabled=not arguments.no_progress)
         run["model"] = {"weights": engine.weights}
         recorder = Recorder(counts)
         watching = Watching(recorder, arguments, run, model.facts)
@@ -105,6 +109,17 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
     for line in job.counts.summary():
         say(line)
     return code
+
+
+def first_step_tokens(sources: Iterable[InputRow | BadRow], intake: Intake, most: int) -> int:
+    """About how many tokens the first step of a job will have, up to ``most``."""
+    total = 0
+    for source in sources:
+        row = intake.row(source)
+        total += len(row.tokens) if isinstance(row, Row) else 0
+        if total >= most:
+            return most
+    return total
 
 
 def _complete(counts: JobCounts, output: Output | PipedOutput) -> ExitCode:

@@ -43,14 +43,17 @@ class Model:
     Attributes:
       tokenizer: its text form. intake: makes rows of lines.
       identity: what of it decides the results, as a run's fingerprint has it.
-      start: loads the weights and allocates the pool; a CommandError where that fails.
+      start: loads the weights and allocates the pool, for a first step of about so many tokens; a CommandError where
+        that fails.
+      max_num_batched_tokens: of a step.
       facts: heading to name to value of what it runs on, for the report.
     """
 
     tokenizer: Tokenizer
     intake: Intake
     identity: Fingerprint
-    start: Callable[[], Engine]
+    start: Callable[[int], Engine]
+    max_num_batched_tokens: int
     facts: Callable[[], Mapping[str, Mapping[str, str]]] = dict
 
 
@@ -82,7 +85,8 @@ def open_model(path: str, overrides: Sequence[str]) -> Model:
             "sampling": sampling,
             "tokenizer": {"files": files_digest(config.tokenizer_path)},
         },
-        lambda: _start(assembly, tokenizer),
+        lambda first_step_tokens: _start(assembly, tokenizer, first_step_tokens),
+        assembly.options.paged_max_num_batched_tokens,
         lambda: _facts(assembly),
     )
 
@@ -101,13 +105,13 @@ def _by_name(facts: Iterable[tuple[str, str]]) -> dict[str, str]:
     return found
 
 
-def _start(assembly: Any, tokenizer: Any) -> Engine:
+def _start(assembly: Any, tokenizer: Any, first_step_tokens: int) -> Engine:
     from maxtext_paged.namespace import weights_fingerprint
     from maxtext_paged.session import start_session
     from maxtext_paged.worker import PagedInferenceWorker
 
     try:
-        session = start_session(assembly)
+        session = start_session(assembly, first_step_tokens=first_step_tokens)
         weights = weights_fingerprint(session.runtime.params)
     except (ConfigError, UnsupportedError):
         raise

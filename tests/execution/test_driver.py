@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
-from kv_common.errors import RequestError, RequestTooLarge, StaleHandleError
+from kv_common.errors import ConfigError, RequestError, RequestTooLarge, StaleHandleError
 from kv_control.plan import RequestId, RequestSlice, SamplingSpec
 from kv_control.request import Request
 from kv_control.scheduler import max_steps
@@ -247,3 +248,21 @@ def test_a_churn_of_requests_compiles_one_program_per_rung_then_nothing() -> Non
     again = driver.runtime.metrics()
     assert again.compiled == compiled
     assert len(again.steps_by_rung) == rungs
+
+
+def test_a_program_obtained_before_the_weights_are_there_is_the_one_the_first_step_runs() -> None:
+    driver = make_driver(num_pages=64)
+    runtime = driver.runtime
+    params = jax.device_put(runtime.params, jax.devices()[0])  # committed, as loaded weights are
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
+    runtime.params = shapes
+    runtime.compile_step(5)
+    obtained = runtime.metrics().compiled["paged_step"]
+    assert obtained == 1 and runtime.metrics().num_steps == 0
+    runtime.params = params
+    requests = requests_of([(5, 1)])
+    run_all(driver, requests)
+    assert_as_alone(requests)
+    assert runtime.metrics().compiled["paged_step"] == obtained
+    with pytest.raises(ConfigError, match="above the ladder's cap"):
+        runtime.compile_step(10_000)

@@ -119,6 +119,21 @@ def test_rows_of_zeros_give_zeros_and_touch_no_other_row(rng):
 
 
 @needs_native
+def test_only_live_rows_are_computed_and_the_others_are_zeros_whatever_they_hold(rng):
+    weights = rng.standard_normal((48, 530)).astype(np.float32)
+    x = rng.standard_normal((21, 48)).astype(np.float32)
+    x[13:] = np.nan
+    program = jax.jit(lambda x, live: native_product(x, weights, num_live=live))
+    for live in (13, 8, 1, 0):
+        got = np.asarray(program(x, live))
+        np.testing.assert_array_equal(got[:live], np.asarray(native_product(x[:13], weights))[:live])
+        np.testing.assert_array_equal(got[live:], np.zeros((21 - live, 530)))
+    assert np.isnan(np.asarray(program(x, 99))[13:]).all(), "more than there are is all of them"
+    np.testing.assert_array_equal(program(x, -1), np.zeros((21, 530)))
+    assert program._cache_size() == 1, "the number is no part of the program"
+
+
+@needs_native
 def test_arrays_of_no_rows_columns_or_depth_have_their_shapes_and_no_values():
     for rows, depth, columns in ((0, 3, 4), (2, 3, 0), (2, 0, 4)):
         got = native_product(jnp.ones((rows, depth)), jnp.ones((depth, columns)))
@@ -183,10 +198,12 @@ def test_operands_that_the_kernel_cannot_read_are_refused():
     wrong = jax.ffi.ffi_call(PRODUCT_TARGET, jax.ShapeDtypeStruct((1, 5), jnp.float32))
     for x, weights in ((jnp.ones((1, 4)), jnp.ones((3, 5))), (jnp.ones((2, 4)), jnp.ones((4, 5)))):
         with pytest.raises(Exception, match="x, weights and y must be"):
-            jax.block_until_ready(wrong(x, weights, build=np.int64(-1)))
+            jax.block_until_ready(wrong(x, weights, jnp.int32(1), build=np.int64(-1)))
+    with pytest.raises(Exception, match="num_live must be one number"):
+        jax.block_until_ready(wrong(jnp.ones((1, 4)), jnp.ones((4, 5)), jnp.ones(2, jnp.int32), build=np.int64(-1)))
     for build in (99, max(native_library().builds.values()) + 1):
         with pytest.raises(Exception, match="no such instruction set"):
-            jax.block_until_ready(wrong(jnp.ones((1, 4)), jnp.ones((4, 5)), build=np.int64(build)))
+            jax.block_until_ready(wrong(jnp.ones((1, 4)), jnp.ones((4, 5)), jnp.int32(1), build=np.int64(build)))
 
 
 def choice(setting: str = "auto", **given: object) -> ProductChoice:

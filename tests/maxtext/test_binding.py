@@ -79,6 +79,7 @@ def step_inputs(segments: list[tuple[int, int, int]], tokens: np.ndarray) -> Ste
         segment_ids=np.where(table.row_of_token < ROWS, table.row_of_token + 1, 0).astype(np.int32),
         pages=PageMetadata.from_table(table),
         sample_rows=np.arange(RUNG, dtype=np.int32),
+        num_samples=np.asarray(RUNG, np.int32),
         sampling=SamplingInputs(floats, zeros, floats, floats, zeros.astype(np.uint32), zeros, zeros),
         target_rows=np.zeros(RUNG, np.int32),
         targets=np.zeros(RUNG, np.int32),

@@ -21,6 +21,7 @@ import pytest
 
 from maxtext_paged.__main__ import main
 from maxtext_paged.cli import generate
+from maxtext_paged.formats import BadRow, InputRow, RowError
 from tests.cli_runs import ROOT, environment, records
 from tests.fake_engine import completion, fake_model
 
@@ -43,7 +44,7 @@ def use_model(monkeypatch: pytest.MonkeyPatch, **model: Any) -> None:
 
 
 def use_unloadable_model(monkeypatch: pytest.MonkeyPatch, **model: Any) -> None:
-    def start() -> Any:
+    def start(first_step_tokens: int) -> Any:
         raise AssertionError("the model was loaded")
 
     unloadable = replace(fake_model(**model), start=start)
@@ -333,3 +334,11 @@ def test_a_disk_too_full_for_the_run_file_runs_nothing_and_keeps_an_output_that_
     assert output() == half
     assert sorted(path.name for path in Path().iterdir()) == ["c.yml", "in.jsonl", "out.jsonl", "out.jsonl.run.json"]
     assert main([*WORDS, "--resume"]) == 0
+
+
+def test_the_first_step_is_guessed_from_rows_that_are_still_to_run_and_never_above_a_steps_limit() -> None:
+    rows = [InputRow(index=i, line=i + 1, id=str(i), prompt="four") for i in range(9)]
+    intake = fake_model().intake
+    assert generate.first_step_tokens(rows[:3], intake, 64) == sum(len(intake.row(row).tokens) for row in rows[:3]) > 0
+    assert generate.first_step_tokens(rows * 9, intake, 64) == 64
+    assert generate.first_step_tokens([BadRow(0, 1, RowError("no", "bad_value"))], intake, 64) == 0

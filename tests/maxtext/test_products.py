@@ -19,6 +19,7 @@ from maxtext.layers.linears import DenseGeneral
 from kv_common.errors import UnsupportedError
 from kv_execution.native.library import PRODUCT_TARGET, native_available
 from kv_execution.products import ProductChoice
+from maxtext_paged.binding import StepBinding
 from maxtext_paged.loading import params_from_tree
 from maxtext_paged.products import BoundProducts, bind_products
 from maxtext_paged.session import assemble
@@ -40,6 +41,13 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(1, 255, (2, 30)).astype(np.int32)
 
 
+def step_of(num_live: int) -> StepBinding:
+    """A step with so many real rows."""
+    step = StepBinding()
+    step.num_live.set_value(jnp.int32(num_live))
+    return step
+
+
 class Holder(nnx.Module):
     """A model of one layer."""
 
@@ -56,9 +64,9 @@ def layer(**options: Any) -> DenseGeneral:
     return made
 
 
-def bound(choice: ProductChoice = NATIVE, **options: Any) -> tuple[DenseGeneral, BoundProducts]:
+def bound(choice: ProductChoice = NATIVE, num_live: int = 99, **options: Any) -> tuple[DenseGeneral, BoundProducts]:
     holder = Holder(layer(**options))
-    products = bind_products(holder, choice)
+    products = bind_products(holder, choice, step_of(num_live))
     return holder.layer, products
 
 
@@ -81,6 +89,13 @@ def test_a_bound_layer_computes_what_it_did_casts_and_bias_included() -> None:
         np.testing.assert_allclose(native(x), plain(x), rtol=0, atol=24 * 25 * 2.0**-23)
     whole = rows_of(ROWS).astype(jnp.int32)
     np.testing.assert_allclose(native(whole), plain(whole), rtol=0, atol=24 * 25 * 2.0**-23)
+
+
+def test_rows_that_fill_up_a_rung_become_the_bias_and_real_ones_do_not_change() -> None:
+    x = rows_of(ROWS)
+    (whole, _), (native, _) = bound(), bound(num_live=2)
+    np.testing.assert_array_equal(native(x)[:, :2], whole(x)[:, :2])
+    np.testing.assert_array_equal(native(x)[:, 2:], np.broadcast_to(native.bias[...], (1, ROWS - 2, 2, 7)))
 
 
 def test_more_rows_than_the_limit_are_xlas_bit_for_bit() -> None:
@@ -116,7 +131,7 @@ def test_a_layer_that_a_provider_has_made_its_own_keeps_its_product() -> None:
     held = Holder(layer())
     held.other = layer()
     held.other.__class__ = Adapted
-    products = bind_products(held, NATIVE)
+    products = bind_products(held, NATIVE, step_of(99))
     assert products.others == (("other", "it is a Adapted"),)
     assert products.describe().endswith("1 of 2 dense layers, not other and the like: it is a Adapted")
     assert held.other.quant_dot_general is None

@@ -2,6 +2,7 @@
 //
 // For:      checking shapes and types, choosing the instruction set, spreading columns over XLA's threads.
 // Not for:  arithmetic (products.cc).
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -30,19 +31,22 @@ constexpr int64_t kWorthAThread = 1 << 17, kPieceBytes = 1 << 19;
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("maxtext-paged: product: " + what); }
 
-ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weights,
+ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weights, ffi::Buffer<ffi::S32> live,
                     ffi::Result<ffi::Buffer<ffi::F32>> y, int64_t build) {
   const auto x_shape = x.dimensions(), weight_shape = weights.dimensions(), y_shape = y->dimensions();
   const auto type = weights.element_type();
   if (x_shape.size() != 2 || weight_shape.size() != 2 || y_shape.size() != 2 || x_shape[1] != weight_shape[0] ||
       y_shape[0] != x_shape[0] || y_shape[1] != weight_shape[1])
     return invalid("x, weights and y must be [rows, depth], [depth, columns] and [rows, columns]");
+  if (live.element_count() != 1) return invalid("num_live must be one number");
   if (type != ffi::F32 && type != ffi::BF16) return invalid("weights must be float32 or bfloat16");
   if (build < 0) build = best_build();
   if (build >= kNumBuilds || !runs_here(int(build))) return invalid("no such instruction set on this machine");
+  const int64_t rows = std::clamp<int64_t>(live.typed_data()[0], 0, x_shape[0]);
   const Product product{x.typed_data(), weights.untyped_data(), type == ffi::BF16, y->typed_data(),
-                        x_shape[0],     x_shape[1],             weight_shape[1]};
-  if (product.rows == 0 || product.columns == 0) return ffi::Error::Success();
+                        rows,           x_shape[1],             weight_shape[1]};
+  std::memset(product.y + rows * product.columns, 0, (x_shape[0] - rows) * product.columns * sizeof(float));
+  if (rows == 0 || product.columns == 0) return ffi::Error::Success();
   if (product.depth == 0) {
     std::memset(product.y, 0, y->size_bytes());
     return ffi::Error::Success();
@@ -75,5 +79,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(maxtext_paged_product, paged::multiply,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("build"));
