@@ -7,6 +7,7 @@ May import: the standard library, numpy, jax, kv_common, kv_execution.
 
     python -m benchmarks.attention --json out/attention.json            # every cell: about half an hour
     python -m benchmarks.attention --shapes 8/8x128 --contexts 4096 --batches 1
+    python -m benchmarks.attention --device gpu                         # attention_gpu.py: other arms and measures
 
 Leaves with status 1 if a native arm did not run the kernel it names, or the reference arm ran a native one.
 """
@@ -243,6 +244,11 @@ def machine() -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cells that were asked for; the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:2] == ["--device", "gpu"]:
+        from benchmarks import attention_gpu
+
+        return attention_gpu.main(given[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=("decode", "prefill"), default=("decode", "prefill"))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES))
@@ -253,7 +259,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arms", nargs="+", default=("native", "native-whole", "reference"))
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds a cell")
     parser.add_argument("--json", type=Path, help="write the record here")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--device", choices=("cpu",), default="cpu", help="first of all: `--device gpu` is a program apart"
+    )
+    options = parser.parse_args(given)
     one_core, two_cores = bandwidth(1), bandwidth(2)
     matmul = matmul_rate()
     print(f"read bandwidth: one core {one_core:.1f} GB/s, two {two_cores:.1f} GB/s; {native_library().best}")

@@ -1,13 +1,13 @@
 """What runs next: admission, chunking, preemption, and the end of every request.
 
 For:        deciding ``{request: num_tokens}`` for one step after another under a token budget.
-Not for:    pages of a step (control_plane), what a step brought (step_accounts), running it (kv_execution).
+Not for:    who waits and who runs (request_queue), pages of a step (control_plane), what a step brought
+            (step_accounts), running it (kv_execution).
 May import: the standard library, numpy, kv_common.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
 
@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import ConfigError, InvariantError, RequestError, RequestTooLarge, SchedulerStalled
-from kv_control.admission import Admission, Shared
+from kv_control.admission import Admission
 from kv_control.control_plane import ControlPlane
 from kv_control.logit_options import step_options
 from kv_control.plan import Int64, RequestHandle, RequestId, RequestSlice, Scheduled, StepBatch, StepResults
-from kv_control.request import FinishReason, Request, RequestStatus
+from kv_control.request import FinishReason, Request
+from kv_control.request_queue import RequestQueue
 from kv_control.request_table import RequestTable
 from kv_control.step_accounts import StepAccounts
 
@@ -94,17 +95,16 @@ class Scheduler:
         self.prefill_chunk_tokens = prefill_chunk_tokens or max_num_batched_tokens
         self.table = RequestTable(control.max_num_seqs, max_model_len)
         self._admission = Admission(control, self.table)
-        self._release = release or control.release
-        self._waiting: OrderedDict[RequestId, Request] = OrderedDict()  # in order of arrival
-        self._running: OrderedDict[RequestId, Request] = OrderedDict()  # in the order in which they were let in
-        self._rows: Int64 | None = None  # their rows, until one enters or leaves
-        self._by_row: list[Request | None] = [None] * control.max_num_seqs
-        self._shared_by_row: list[Shared | None] = [None] * control.max_num_seqs
-        self._finished: list[Request] = []
+        self._queue = RequestQueue(control, self.table, self._admission, release=release or control.release)
         self._accounts = StepAccounts(
-            control, self.table, self._admission, self._by_row, running=self._running.values, finish=self.finish
+            control,
+            self.table,
+            self._admission,
+            self._queue.by_row,
+            running=self._queue.running.values,
+            finish=self.finish,
         )
-        self._num_arrivals = 0
+        self._queue.when_running_changes = self._accounts.running_changed
         self._num_idle_schedules = 0
 
     # --- the queue -----------------------------------------------------------------------------------
@@ -112,17 +112,17 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold a row."""
-        return len(self._running)
+        return len(self._queue.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold nothing: new or preempted."""
-        return len(self._waiting)
+        return len(self._queue.waiting)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._running or self._waiting)
+        return bool(self._queue.running or self._queue.waiting)
 
     @property
     def num_preemptions(self) -> int:
@@ -132,12 +132,12 @@ class Scheduler:
     @property
     def running(self) -> tuple[Request, ...]:
         """Running requests, in the order in which they were let in."""
-        return tuple(self._running.values())
+        return tuple(self._queue.running.values())
 
     @property
     def waiting(self) -> tuple[Request, ...]:
         """Waiting requests, oldest first."""
-        return tuple(self._waiting.values())
+        return tuple(self._queue.waiting.values())
 
     def submit(self, request: Request) -> None:
         """Queue a request, or refuse it before anything is held. Lowers ``max_tokens`` to fit the context.
@@ -150,7 +150,7 @@ class Scheduler:
         """
         if request.num_prompt_tokens == 0:
             raise RequestError("the prompt is empty: a model needs at least one token to continue")
-        if request.id in self._waiting or request.id in self._running:
+        if self._queue.find(request.id) is not None:
             raise RequestError(f"request id {request.id} is in use")
         if request.arrival >= 0:
             raise RequestError(f"request {request.id} was submitted before")
@@ -162,34 +162,25 @@ class Scheduler:
         max_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         self.control.check_fits(request.num_prompt_tokens + max(max_tokens - 1, 0))
         request.max_tokens = max_tokens
-        request.arrival = self._num_arrivals
-        self._num_arrivals += 1
-        self._waiting[request.id] = request
+        self._queue.arrive(request)
         if request.max_tokens == 0 and not request.want_prompt_logprobs:
             self.finish(request, "length")
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request in whatever state it is; its row and pages go back at once."""
-        if request.finished:
-            return
-        if self._waiting.pop(request.id, None) is None and self._running.pop(request.id, None) is None:
-            raise RequestError(f"request {request.id} is not one of this scheduler's")
-        self._give_back(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason, request.error = reason, error
-        self._finished.append(request)
+        if not request.finished:
+            self._queue.end(request, reason, error)
 
     def cancel(self, request_id: RequestId) -> Request | None:
         """End a waiting, running or preempted request as "cancelled"; None when there is none of this id."""
-        request = self._waiting.get(request_id) or self._running.get(request_id)
+        request = self._queue.find(request_id)
         if request is not None:
             self.finish(request, "cancelled")
         return request
 
     def pop_finished(self) -> list[Request]:
         """Requests that ended since the last call, in the order in which they did."""
-        finished, self._finished = self._finished, []
-        return finished
+        return self._queue.pop_finished()
 
     # --- one step ------------------------------------------------------------------------------------
 
@@ -208,7 +199,7 @@ class Scheduler:
         Raises:
           SchedulerStalled: as often in a row, running requests had nothing to compute.
         """
-        table, rows = self.table, self._running_rows()
+        table, rows = self.table, self._queue.running_rows()
         to_come = table.num_to_come(rows)
         left = to_come - table.num_computed[rows]
         in_flight = table.num_in_flight[rows]
@@ -220,7 +211,7 @@ class Scheduler:
         for row, missing in zip(rows[behind].tolist(), left[behind].tolist(), strict=True):
             if budget:
                 budget -= self._take(row, missing, budget, chosen, counts)
-        if budget and self._waiting:
+        if budget and self._queue.waiting:
             for request in self._let_in(budget):
                 assert request.handle is not None
                 budget -= self._take(request.handle.row, request.num_uncomputed, budget, chosen, counts)
@@ -253,7 +244,7 @@ class Scheduler:
         tokens[first[ahead]] = 0  # nobody knows it yet
         targets = None
         for i in np.flatnonzero(table.wants_targets[rows]).tolist():
-            request = self._by_row[rows[i]]
+            request = self._queue.by_row[rows[i]]
             wanted = None if request is None else request.prompt_targets(int(start[i]), int(counts[i]))
             if wanted is not None:
                 targets = np.full(len(tokens), -1, np.int32) if targets is None else targets
@@ -269,7 +260,7 @@ class Scheduler:
             sampling=table.sampling.take(rows),
             previous_sample=np.where(ahead, table.sample_index[rows], -1).astype(np.int32),
             targets=targets,
-            options=step_options(table, rows, samples, self._by_row),
+            options=step_options(table, rows, samples, self._queue.by_row),
         )
 
     def advance(self, slices: Iterable[RequestSlice]) -> None:
@@ -322,112 +313,31 @@ class Scheduler:
 
         Its generated tokens stay. None when at most one runs: the first is never sent back.
         """
-        if len(self._running) <= 1:
-            return None
-        request = self._running.popitem()[1]
-        self._give_back(request)
-        request.status = RequestStatus.WAITING
-        request.num_preemptions += 1
-        self.control.counters.num_preemptions += 1
-        self.control.counters.num_preempted_requests += request.num_preemptions == 1
-        older = []
-        for waiting in self._waiting.values():
-            if waiting.arrival > request.arrival:
-                break
-            older.append(waiting.id)  # only those that were overtaken while they waited for a prefix
-        self._waiting[request.id] = request
-        for request_id in reversed([*older, request.id]):
-            self._waiting.move_to_end(request_id, last=False)
-        return request
+        return self._queue.send_back_newest() if len(self._queue.running) > 1 else None
 
     def request_of(self, handle: RequestHandle) -> Request | None:
         """The running request behind a handle; None when it was preempted or has ended."""
-        request = self._by_row[handle.row]
+        request = self._queue.by_row[handle.row]
         return request if request is not None and request.handle == handle else None
 
     # --- how -----------------------------------------------------------------------------------------
 
     def _let_in(self, budget: int) -> list[Request]:
         """Let requests in from the front while rows, pages and a token of the budget for each are left."""
-        entered: list[Request] = []
-        for request in list(islice(self._waiting.values(), 2 * self.max_num_seqs)):
-            if budget <= 0 or len(self._running) >= self.max_num_seqs:
+        queue, entered = self._queue, []
+        for request in list(islice(queue.waiting.values(), 2 * self.max_num_seqs)):
+            if budget <= 0 or len(queue.running) >= self.max_num_seqs:
                 break
             shared = self._admission.shared(request)
             if shared is None:
                 self.control.counters.num_prefix_waits += not request.waited_for_prefix
                 request.waited_for_prefix = True
                 continue
-            if not self._admission.fits(request, shared, self._running_rows()) or not self._enter(request, shared):
+            if not self._admission.fits(request, shared, queue.running_rows()) or not queue.enter(request, shared):
                 break
             entered.append(request)
             budget -= min(request.num_uncomputed, self.prefill_chunk_tokens)
         return entered
-
-    def _enter(self, request: Request, shared: Shared) -> bool:
-        """Give a request a row and the pages it shares; False when there is none, and then nothing has changed."""
-        handle = self.control.open()
-        if handle is None:
-            return False
-        if shared.source is not None:
-            assert shared.source.handle is not None
-            if not self.control.fork(shared.source.handle, handle, shared.num_tokens):
-                self.control.release(handle)
-                return False
-            request.take_prompt_logprobs(shared.source.prompt_logprobs[: shared.source.num_known_prompt_logprobs])
-        else:
-            self.control.adopt(handle, shared.nodes)
-        if shared.logprobs is not None:
-            request.take_prompt_logprobs(shared.logprobs)
-        del self._waiting[request.id]
-        request.enter(self.table, handle, shared.num_tokens)
-        self._shared_by_row[handle.row] = shared
-        self._count_shared(request, shared, 1)
-        path = len(self.control.sharing.path(handle.row))
-        self.table.num_published[handle.row] = path
-        self._running[request.id] = request
-        self._rows = None
-        self._accounts.running_changed()
-        self._by_row[handle.row] = request
-        self._admission.entered(request, shared)
-        return True
-
-    def _count_shared(self, request: Request, shared: Shared, sign: int) -> None:
-        """Count what a running request was let in with (``sign`` 1), or take that back (-1)."""
-        counters, num_tokens = self.control.counters, sign * shared.num_tokens
-        assert request.handle is not None
-        if self.table.num_seen[request.handle.row]:  # it ran before
-            counters.num_recovered_tokens += num_tokens
-        elif shared.source is not None:
-            request.num_shared_tokens += num_tokens
-            counters.num_shared_tokens += num_tokens
-        else:
-            request.num_cached_tokens += num_tokens
-            counters.num_cached_tokens += num_tokens
-            counters.num_prefix_pages_wanted += sign * shared.num_pages_wanted
-            counters.num_prefix_pages_hit += sign * shared.num_whole_pages
-
-    def _running_rows(self) -> Int64:
-        """int64, rows of the running requests, in the order in which they were let in."""
-        if self._rows is None:
-            handles = [request.handle for request in self._running.values()]
-            self._rows = np.array([handle.row for handle in handles if handle is not None], np.int64)
-        return self._rows
-
-    def _give_back(self, request: Request) -> None:
-        """Return a request's row and pages, if it has any; what was computed there is lost."""
-        if request.handle is not None:
-            shared = self._shared_by_row[request.handle.row]
-            self._shared_by_row[request.handle.row] = None
-            if shared is not None and request.num_computed == shared.num_tokens:
-                self._count_shared(request, shared, -1)  # it ran nothing behind them: they saved nothing
-        handle = request.leave()
-        if handle is not None:
-            self._by_row[handle.row] = None
-            self._rows = None
-            self._accounts.running_changed()
-            self._admission.left(request)
-            self._release(handle)
 
     def _guard_progress(self, anything: bool) -> None:
         """End a wait that nothing can end: empty decisions in a row although there is work."""
@@ -438,12 +348,12 @@ class Scheduler:
         if self._num_idle_schedules < MAX_IDLE_SCHEDULES:
             return
         self._num_idle_schedules = 0
-        if self._running:
+        if self._queue.running:
             raise SchedulerStalled(
-                f"requests {list(self._running)} run and have nothing left to compute: "
+                f"requests {list(self._queue.running)} run and have nothing left to compute: "
                 "the results of their last step were never recorded"
             )
-        front = next(iter(self._waiting.values()))
+        front = next(iter(self._queue.waiting.values()))
         self.finish(
             front,
             "error",

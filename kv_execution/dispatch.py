@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from kv_common.page_table import KvPageTableV1
-from kv_execution.split_plan import SplitPlan, SplitPlanCache
+from kv_execution.split_plan import SplitPlan, SplitPlanCache, SplitPlans
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class DecodeDispatch:
     fused_kernel: str | None = None
     floors: SplitFloors = field(default_factory=SplitFloors)
     forced: bool = False
-    plans: SplitPlanCache = field(default_factory=SplitPlanCache)
+    plans: SplitPlans = field(default_factory=SplitPlanCache)
     counts: dict[str, int] = field(default_factory=dict)
     causes: dict[tuple[str, str], int] = field(default_factory=dict)
     num_plans_built: int = 0
@@ -167,10 +167,10 @@ class DecodeDispatch:
             if self.fused_kernel is not None:
                 yield f"{layers}: gather, {self.fused_kernel}"
             elif self.forced:
-                yield f"{layers}: fused split-KV on {self.plans.threads} threads, always (paged_attention_native=1)"
+                yield f"{layers}: fused split-KV on {self.plans.where}, always (paged_attention_native=1)"
             else:
                 yield (
-                    f"{layers}: fused split-KV on {self.plans.threads} threads, for one request from "
+                    f"{layers}: fused split-KV on {self.plans.where}, for one request from "
                     f"{self.floors.min_tokens} visible KV tokens on (paged_split_kv_min_tokens), for several from "
                     f"{self.floors.min_tokens_per_request} each (paged_split_kv_min_tokens_per_request); else gather"
                 )

@@ -7,7 +7,7 @@ May import: kv_common, kv_control, jax.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -24,6 +24,10 @@ class PageMetadata:
     """What an attention layer needs to know of a step; ``kv_common.KvPageTableV1`` without its counts.
 
     Shapes and padding are those of ``KvPageTableV1``; all int32.
+
+    Attributes:
+      max_seqlen_k: a rung above every row's length, for kernels that are compiled for one (each is a program of its
+        own); None where none are.
     """
 
     query_start_loc: Array
@@ -35,9 +39,10 @@ class PageMetadata:
     kv_indices: Array
     kv_last_page_len: Array
     kv_first_page_offset: Array
+    max_seqlen_k: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
-    def from_table(cls, table: KvPageTableV1) -> PageMetadata:
+    def from_table(cls, table: KvPageTableV1, max_seqlen_k: int | None = None) -> PageMetadata:
         """The arrays of a packed table, not copied."""
         return cls(
             query_start_loc=table.query_start_loc,
@@ -49,6 +54,7 @@ class PageMetadata:
             kv_indices=table.kv_indices,
             kv_last_page_len=table.kv_last_page_len,
             kv_first_page_offset=table.kv_first_page_offset,
+            max_seqlen_k=max_seqlen_k,
         )
 
 

@@ -1,8 +1,10 @@
-"""Matrix products of few rows with a weight matrix: our C++ kernel where it wins, XLA's elsewhere.
+"""Matrix products of a step's rows with a weight matrix: our C++ kernel where it wins, XLA's elsewhere.
 
-A decode step on a CPU is bound by reading weights. XLA:CPU's own products read them at a fraction of the bandwidth once
-there is more than one row; the native kernel reads each weight once, whatever the rows. The choice is static: by the
-number of rows, the element types and the devices, all known when a step is traced.
+A decode step on a CPU is bound by reading weights. XLA:CPU's own products read them at a fraction of the bandwidth
+once there is more than one row; the native kernel reads each weight once, whatever the rows. A prefill step is bound
+by arithmetic, where both reach what the cores give; the native kernel computes a rung's real rows only, and gives a
+row the same bits there as in a decode step. The choice is static: by the rung's rows, the element types and the
+devices, all known when a step is traced.
 
 For:        deciding which products run natively, saying why, and calling one.
 Not for:    the kernel (native/csrc/products.cc), or where a model's products are (maxtext_paged/products.py).
@@ -26,8 +28,10 @@ from kv_execution.native.library import PRODUCT_TARGET, native_available, native
 _log = logging.getLogger(__name__)
 _announced: set[str] = set()
 
-MEASURED_MAX_ROWS = 32
-"""Rows up to which the native kernel was faster than XLA:CPU's product (benchmarks/products.py, docs/adr/0005)."""
+MEASURED_MAX_ROWS = {"x86_64_v4": 1024}
+"""By instruction set: rows up to which the native kernel was no slower than XLA:CPU's product (docs/adr/0005)."""
+MEASURED_MAX_FEW_ROWS = 32
+"""The same for the others, where products of many rows were not measured."""
 
 _BEST = -1
 _WEIGHTS = (jnp.float32, jnp.bfloat16)
@@ -91,9 +95,11 @@ def choose_products(
         choice = ProductChoice(0, "asked for by paged_native_products=off")
     elif declined is None:
         asked = "the default on CPUs" if setting == "auto" else "asked for by paged_native_products=on"
-        reason = f"{asked}; C++ kernels for {native_library().best}"
+        best = native_library().best
+        max_rows = MEASURED_MAX_ROWS.get(best, MEASURED_MAX_FEW_ROWS)
+        reason = f"{asked}; C++ kernels for {best}"
         half = weight_dtype == "bfloat16"
-        choice = ProductChoice(MEASURED_MAX_ROWS, reason, required=setting == "on" or half, half_weights=half)
+        choice = ProductChoice(max_rows, reason, required=setting == "on" or half, half_weights=half)
     elif setting == "on":
         raise UnsupportedError(f"paged_native_products=on: {declined}; paged_native_products=auto takes XLA's then")
     else:
@@ -121,7 +127,7 @@ def _declined(platform: str, num_devices: int, dtype: str) -> str | None:
 
 
 def served(x: jax.Array, kernel: jax.Array, contracted: int, max_rows: int) -> bool:
-    """Whether a product of these operands is native: float32, and few rows. See ``dense_product``."""
+    """Whether a product of these operands is native: float32, and no more rows. See ``dense_product``."""
     num_rows = math.prod(x.shape[: x.ndim - contracted])
     return x.dtype == jnp.float32 and kernel.dtype == jnp.float32 and 1 <= num_rows <= max_rows
 
@@ -152,7 +158,7 @@ def native_product(
     """``x [rows, depth]`` times ``weights [depth, columns]``: float32, summed in float32 in the order of the depth.
 
     A row alone gives bit for bit what it gives beside others, on any number of threads. bfloat16 weights are widened as
-    they are read. Any number of rows is right; few are fast.
+    they are read.
 
     Args:
       num_live: int32 ``[]``, rows that are computed; those behind them are padding and become zeros. None: all.

@@ -17,7 +17,7 @@ done to its scales by the same operation on the same page number: there is no se
 over the whole page would grow while it fills. The page would be quantised again, twice rounded, so that its bits told
 how its tokens had come: in one chunk, in many, or one by one after a preemption. Here a token's bits follow from its
 own K and V alone; what was written is never touched again, and a hit reads exactly what a miss wrote
-(docs/adr/0007-quantised-kv.md has the price and what else was weighed).
+(docs/adr/0008-quantised-kv.md has the price and what else was weighed).
 
 *The rule.* For one head of one token, with ``largest`` = 127 (int8) or 448 (fp8)::
 

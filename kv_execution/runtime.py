@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from kv_common.errors import ConfigError
+from kv_control.bucketing import Ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.metrics import ControlMetrics
 from kv_control.plan import RequestHandle, RequestSlice, StepPlan, StepResults
@@ -181,6 +183,7 @@ class PagedRuntime:
       run_key: random key of the run; with a row's seed, sample index and position it fixes every sample.
       backend: name of the attention backend the model was bound with, for reports.
       decode: how decode rows are dispatched; None: by a backend that knows no split-KV.
+      context_ladder: rungs of ``PageMetadata.max_seqlen_k``; None: no kernel is compiled for a longest context.
       poison_on_free: fill pages with NaN when they are freed (a debugging aid: a stray read cannot hide).
     """
 
@@ -193,6 +196,7 @@ class PagedRuntime:
         run_key: jax.Array,
         backend: str,
         decode: DecodeDispatch | None = None,
+        context_ladder: Ladder | None = None,
         poison_on_free: bool = False,
     ) -> None:
         self.model = model
@@ -202,6 +206,7 @@ class PagedRuntime:
         self.run_key = run_key
         self._backend = backend
         self._decode = decode or DecodeDispatch(fused_kernel=f"the {backend} backend has no split-KV")
+        self._context_ladder = context_ladder
         self._poison_on_free = poison_on_free
         self._compiles = CompileCounter()
         leaves, self._pools_structure = jax.tree.flatten(model.create_pools())
@@ -246,7 +251,9 @@ class PagedRuntime:
             self._pool_leaves = self._scrubber.copy(self._pool_leaves, *reservation.copies)
             self._num_copied += reservation.copies.shape[1]
         plan = self.control.plan(self.control.confirm_scrubbed(reservation))
-        return PreparedStep(plan, *pack(build_step_inputs(plan)))
+        longest = int(plan.table.seq_lens.max(initial=1))
+        rung = None if self._context_ladder is None else self._context_ladder.rung(longest)
+        return PreparedStep(plan, *pack(build_step_inputs(plan, rung)))
 
     def run_step(self, prepared: PreparedStep, *, after: StepOutcome | None = None) -> StepOutcome:
         """Dispatch a prepared step. Returns at once; ``StepOutcome.read`` waits.
@@ -284,16 +291,17 @@ class PagedRuntime:
           ConfigError: the ladder holds no such step.
         """
         leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._param_leaves]
-        step = self._padding(self.control.token_ladder.rung(num_tokens))
+        context = None if self._context_ladder is None else self._context_ladder.rungs[0]
+        step = self._padding(self.control.token_ladder.rung(num_tokens), context)
         self._program.lower(leaves, *self._arguments(step)).compile()
         self.control.commit(step.plan)
 
-    def _padding(self, num_tokens: int) -> PreparedStep:
+    def _padding(self, num_tokens: int, context: int | None = None) -> PreparedStep:
         """A step of so many tokens that are all padding."""
         reservation = self.control.reserve([])
         assert reservation is not None  # an empty step needs no page
         plan = self.control.plan(self.control.confirm_scrubbed(reservation), min_token_rung=num_tokens)
-        return PreparedStep(plan, *pack(build_step_inputs(plan)))
+        return PreparedStep(plan, *pack(build_step_inputs(plan, context)))
 
     def warm_up(self, on_rung: Callable[[int, int], None] | None = None) -> None:
         """Obtain every program a run can need, by walking the ladders with steps of padding alone.
@@ -303,11 +311,12 @@ class PagedRuntime:
         Args:
           on_rung: called with ``(rungs done, rungs in all)`` after each.
         """
-        rungs = self.control.token_ladder.rungs
+        contexts = (None,) if self._context_ladder is None else self._context_ladder.rungs
+        rungs = list(product(self.control.token_ladder.rungs, contexts))
         self._pool_leaves = self._scrubber.warm_up(self._pool_leaves)
         self._options.warm_up(self._previous_tokens)
-        for done, rung in enumerate(rungs, start=1):
-            self._dispatch(self._padding(rung))
+        for done, (rung, context) in enumerate(rungs, start=1):
+            self._dispatch(self._padding(rung, context))
             if on_rung is not None:
                 jax.block_until_ready(self._previous_tokens)
                 on_rung(done, len(rungs))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +82,19 @@ def split_plan(ranges: PageRanges, tokens_per_page: int, threads: int) -> SplitP
     return SplitPlan(int(pieces.sum()), int((pieces > 1).sum()))
 
 
+class SplitPlans(Protocol):
+    """Plans of a runtime's fused launches."""
+
+    @property
+    def where(self) -> str:
+        """What the pieces run on, such as ``"4 threads"``."""
+        ...
+
+    def plan(self, table: KvPageTableV1, window: int | None, block_epoch: int) -> tuple[SplitPlan, bool]:
+        """The plan of a step's decode rows, and whether it had to be built."""
+        ...
+
+
 @dataclass(slots=True)
 class SplitPlanCache:
     """The last plan of each attention window, reused while the block epoch and the page ranges stand still.
@@ -92,6 +106,11 @@ class SplitPlanCache:
     threads: int = 1
     tokens_per_page: int = 1
     _plans: dict[int | None, tuple[Hashable, SplitPlan]] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """What the pieces run on."""
+        return f"{self.threads} threads"
 
     def plan(self, table: KvPageTableV1, window: int | None, block_epoch: int) -> tuple[SplitPlan, bool]:
         """The plan of a step's decode rows, and whether it had to be built.

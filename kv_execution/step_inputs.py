@@ -16,10 +16,13 @@ from kv_control.plan import GREEDY, StepPlan
 from kv_execution.metadata import PageMetadata, SamplingInputs, StepInputs
 
 
-def build_step_inputs(plan: StepPlan) -> StepInputs:
+def build_step_inputs(plan: StepPlan, max_seqlen_k: int | None = None) -> StepInputs:
     """The arrays of a planned step, all of shapes fixed by ``(plan.token_rung, plan.row_rung)``.
 
     Rows to sample are packed in batch order: the ``i``-th slice that samples is entry ``i`` of the outputs.
+
+    Args:
+      max_seqlen_k: see ``PageMetadata``.
     """
     num_tokens, num_rows, batch = plan.token_rung, plan.row_rung, plan.slices
     sampled = np.flatnonzero(batch.samples)
@@ -35,7 +38,7 @@ def build_step_inputs(plan: StepPlan) -> StepInputs:
         token_ids=_padded(batch.tokens, num_tokens),
         previous_index=previous_index,
         segment_ids=segment_ids,
-        pages=PageMetadata.from_table(plan.table),
+        pages=PageMetadata.from_table(plan.table, max_seqlen_k),
         sample_rows=_padded(last_rows[sampled], num_rows),
         num_samples=np.asarray(len(sampled), np.int32),
         sampling=SamplingInputs(

@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kv_common.errors import ConfigError
 from kv_execution.dispatch import MEASURED_FLOORS, UNMEASURED_FLOORS
-from kv_execution.products import MEASURED_MAX_ROWS
+from kv_execution.products import MEASURED_MAX_FEW_ROWS, MEASURED_MAX_ROWS
 
 NATIVE_ENVIRONMENT_VARIABLE = "PAGED_ATTENTION_NATIVE"
 """Environment form of ``paged_attention_native``: the kill switch wins over everything."""
@@ -118,8 +118,8 @@ class PagedOptions(BaseModel):
     )
     paged_native_products: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)] = Field(
         "auto",
-        description="Matrix products of few rows, which decode steps are made of, in C++ instead of XLA's. on: or an "
-        f"error. auto: on one CPU device, float32, up to {MEASURED_MAX_ROWS} rows, as measured.",
+        description="Matrix products of a step in C++ instead of XLA's. on: or an error. auto: on one CPU device, "
+        f"float32, up to {max(MEASURED_MAX_ROWS.values())} rows with AVX-512 and {MEASURED_MAX_FEW_ROWS} without it.",
     )
     paged_weight_dtype: Literal["auto", "bfloat16"] = Field(
         "auto",

@@ -7,7 +7,8 @@ May import: kv_common, jax, flax, orbax, maxtext_paged.unscan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -27,8 +28,17 @@ from maxtext_paged.unscan import Path, StackedSource, is_scanned, locate
 
 def load_params(model: MaxTextPagedModel, rng_seed: int | None = None) -> nnx.State:
     """The weights a configuration asks for: its checkpoint, or random ones without ``load_parameters_path``."""
+    return prepare_params(model, rng_seed)()
+
+
+def prepare_params(model: MaxTextPagedModel, rng_seed: int | None = None) -> Callable[[], nnx.State]:
+    """What loads the weights a configuration asks for, once called; whether they fit is found out now.
+
+    Raises:
+      ConfigError: as ``restore_params``, before anything large is read or allocated.
+    """
     path = model.config.load_parameters_path
-    return restore_params(model, path) if path else init_params(model, rng_seed)
+    return _prepare_restore(model, path) if path else partial(init_params, model, rng_seed)
 
 
 def init_params(model: MaxTextPagedModel, seed: int | jax.Array | None = None) -> nnx.State:
@@ -56,6 +66,10 @@ def restore_params(model: MaxTextPagedModel, checkpoint: str) -> nnx.State:
     Raises:
       ConfigError: nothing readable is there, or parameters are missing or shaped otherwise; all are named.
     """
+    return _prepare_restore(model, checkpoint)()
+
+
+def _prepare_restore(model: MaxTextPagedModel, checkpoint: str) -> Callable[[], nnx.State]:
     directory = FilePath(checkpoint).expanduser().resolve()
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     try:
@@ -80,14 +94,18 @@ def restore_params(model: MaxTextPagedModel, checkpoint: str) -> nnx.State:
     item: dict[str, Any] = {}
     for path, target in targets.items():
         _put(item, stored[path][0], target)
-    restored = checkpointer.restore(
-        str(directory),
-        item=item,
-        transforms={},
-        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-    )
-    arrays = {_plain(path): leaf for path, leaf in _leaves(restored)}
-    return _assemble(model, sources, arrays)
+
+    def restore() -> nnx.State:
+        restored = checkpointer.restore(
+            str(directory),
+            item=item,
+            transforms={},
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        )
+        arrays = {_plain(path): leaf for path, leaf in _leaves(restored)}
+        return _assemble(model, sources, arrays)
+
+    return restore
 
 
 def params_from_tree(model: MaxTextPagedModel, params: Any) -> nnx.State:

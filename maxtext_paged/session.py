@@ -26,16 +26,21 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
-from kv_execution.attention.native import native_threads
+from kv_execution.attention.decode_plans import (
+    context_ladder,
+    decode_floors,
+    decode_plans,
+    decode_workspace_bytes,
+    has_split_kv,
+)
 from kv_execution.attention.select import KNOWN_BACKENDS, BackendChoice, choose_backend
 from kv_execution.dispatch import DecodeDispatch, SplitFloors, floors_for
 from kv_execution.driver import PagedDriver
 from kv_execution.products import ProductChoice, choose_products, num_native_products
 from kv_execution.runtime import PagedRuntime
-from kv_execution.split_plan import SplitPlanCache, split_kv_workspace_bytes
 from maxtext_paged.collector import collector_paused
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
-from maxtext_paged.loading import load_params, params_from_tree
+from maxtext_paged.loading import params_from_tree, prepare_params
 from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry, weight_device_bytes
 from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
@@ -243,18 +248,12 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     max_num_seqs = options.paged_max_num_seqs or min(
         max(DEFAULT_MAX_NUM_SEQS, int(config.per_device_batch_size * mesh.size)), options.paged_max_num_batched_tokens
     )
-    kv_dtype = np.dtype(config.dtype).name if options.paged_kv_dtype == "auto" else options.paged_kv_dtype
+    activations = np.dtype(config.dtype).name
+    kv_dtype = activations if options.paged_kv_dtype == "auto" else options.paged_kv_dtype
     one_page = geometry.layout(mesh, num_pages=1, tokens_per_page=options.paged_tokens_per_page, dtype=kv_dtype)
-    workspace = 0
-    if backend_of(options, geometry, mesh, one_page).name == "native":
-        workspace = split_kv_workspace_bytes(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            tokens_per_page=options.paged_tokens_per_page,
-            query_heads=geometry.num_query_heads // one_page.head_shards,
-            head_dim=geometry.head_dim,
-            threads=native_threads(),
-        )
+    query_heads = geometry.num_query_heads // one_page.head_shards
+    nominal = backend_of(options, geometry, mesh, one_page).backend
+    workspace = decode_workspace_bytes(nominal, one_page, query_heads, activations, max_num_seqs, max_model_len)
     fraction = options.paged_kv_memory_fraction
     pool = pool_size(
         one_page,
@@ -271,10 +270,10 @@ def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
     backend = backend_of(options, geometry, mesh, layout)  # again: kernels may limit a pool's pages
     decode = DecodeDispatch(
         tuple(dict.fromkeys(layer.sliding_window for layer in geometry.layer_options)),
-        None if backend.name == "native" else f"the {backend.name} backend has no split-KV ({backend.reason})",
-        split_floors(options, mesh),
+        None if has_split_kv(backend.backend) else f"the {backend.name} backend has no split-KV ({backend.reason})",
+        decode_floors(backend.backend, split_floors(options, mesh)),
         forced=native_switch(options) == 1,
-        plans=SplitPlanCache(native_threads(), layout.tokens_per_page),
+        plans=decode_plans(backend.backend, layout, query_heads, activations),
     )
     model = MaxTextPagedModel(
         config,
@@ -314,12 +313,8 @@ def start_session(
             "max_target_length": max_model_len,
         },
     )
-    loading = None
-    if params is None:
-        loader = ThreadPoolExecutor(1, thread_name_prefix="load-params")
-        loading = loader.submit(load_params, model)
-        loader.shutdown(wait=False)
-    else:
+    load = prepare_params(model) if params is None else None  # what does not fit is found before pools are made
+    if params is not None:
         params = params_from_tree(model, params)
     control = ControlPlane(
         layout,
@@ -347,19 +342,25 @@ def start_session(
             layout.num_slots,
             max_model_len,
         )
-    runtime = PagedRuntime(
+    make_runtime = partial(
+        PagedRuntime,
         model,
-        model.abstract_params if params is None else params,
-        control,
+        control=control,
         run_key=run_key(rng, model.mesh),
         backend=assembly.backend.name,
         decode=assembly.decode,
+        context_ladder=context_ladder(assembly.backend.backend, max_model_len),
         poison_on_free=options.paged_poison_on_free,
     )
-    if loading is not None:
-        if first_step_tokens:
-            runtime.compile_step(min(first_step_tokens, control.token_ladder.top))
-        runtime.params = loading.result()
+    if load is None:
+        runtime = make_runtime(params=params)
+    else:
+        with ThreadPoolExecutor(1, thread_name_prefix="load-params") as loader:
+            loading = loader.submit(load)
+            runtime = make_runtime(params=model.abstract_params)
+            if first_step_tokens:
+                runtime.compile_step(min(first_step_tokens, control.token_ladder.top))
+            runtime.params = loading.result()
     if options.paged_enable_prefix_cache:
         control.reset_prefix_cache(prefix_namespace(model, options, runtime.params, revision=0))
     logger.info("prefix cache: %s", _on_or_off(control))

@@ -77,6 +77,18 @@ REFERENCE_CAPABILITIES = Capabilities(
     max_pool_bytes=None,
 )
 
+FLASHINFER_CAPABILITIES = Capabilities(
+    head_sizes=frozenset({64, 128, 256}),
+    page_sizes=None,
+    dtypes=frozenset({"bfloat16", "float16"}),
+    sliding_window=True,
+    soft_cap=True,
+    sinks=False,
+    max_pages=None,
+    max_pool_bytes=None,
+)
+"""Of kernels that nothing here calls yet: an entry, so that asking for them is answered by name."""
+
 
 def check_options(*, scale: float, sliding_window: int | None, soft_cap: float | None) -> None:
     """Refuse numbers that mean "off" somewhere and "all masked" elsewhere; off is None, here and everywhere.

@@ -8,22 +8,41 @@ May import: kv_common, kv_control, jax.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_common.errors import ConfigError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
+from kv_execution.attention import triton_bridge
+from kv_execution.attention.aiter_backend import AITER_CAPABILITIES, AiterBackend
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend
-from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES, Capabilities
+from kv_execution.attention.capabilities import FLASHINFER_CAPABILITIES, REFERENCE_CAPABILITIES, Capabilities
 from kv_execution.attention.native import NATIVE_CAPABILITIES, NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
+from kv_execution.attention.triton_backend import TRITON_CAPABILITIES, TritonBackend
 from kv_execution.dispatch import SplitFloors
+from kv_execution.native.aiter_library import aiter_available
 from kv_execution.native.library import native_available, native_library
 
 _log = logging.getLogger(__name__)
 _announced: set[tuple[str, str]] = set()
 
 KNOWN_BACKENDS = ("auto", "reference", "native", "triton", "aiter", "flashinfer")
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+_PLATFORMS = {"native": ("cpu",), "triton": _GPU_PLATFORMS, "aiter": ("gpu", "rocm"), "flashinfer": ("gpu", "cuda")}
+_CAPABILITIES = {
+    "native": NATIVE_CAPABILITIES,
+    "triton": TRITON_CAPABILITIES,
+    "aiter": AITER_CAPABILITIES,
+    "flashinfer": FLASHINFER_CAPABILITIES,
+}
+_DEVICES = {"native": "CPUs", "triton": "GPUs", "aiter": "AMD GPUs", "flashinfer": "NVIDIA GPUs"}
+_WHY_MISSING: dict[str, Callable[[], str | None]] = {
+    "native": lambda: native_available(),
+    "triton": lambda: triton_bridge.missing(),
+    "aiter": aiter_available,
+    "flashinfer": lambda: "no version of this package calls flashinfer yet",
+}
 _PREFERRED = {"cpu": "native", "cuda": "triton", "gpu": "triton", "rocm": "triton"}
 _BFLOAT16_ON_CPU = (
     "slow with paged_kv_dtype=bfloat16: XLA:CPU turns each layer's whole pool into float32 and back at every "
@@ -49,8 +68,8 @@ class BackendChoice:
 
 
 def built_backends() -> tuple[str, ...]:
-    """Names of the backends that can run in this installation."""
-    return ("reference",) if native_available() is not None else ("reference", "native")
+    """Names of the backends that can run in this installation, given the device they are made for."""
+    return ("reference", *(name for name, why in _WHY_MISSING.items() if why() is None))
 
 
 def choose_backend(
@@ -80,8 +99,8 @@ def choose_backend(
         switch, or cannot serve this geometry.
 
     >>> layout = KvStorageLayoutV1(1, 8, 16, num_kv_heads=2, head_dim=64, dtype="float32")
-    >>> choose_backend("auto", "cuda", layout).reason
-    'triton is not built: the jnp reference serves cuda'
+    >>> choose_backend("auto", "tpu", layout).reason
+    'no kernel is made for tpu: the jnp reference serves tpu'
     >>> choose_backend("auto", "cpu", layout, native_switch=0).reason
     'paged_attention_native=0 forbids custom kernels: the jnp reference serves cpu'
     """
@@ -94,16 +113,21 @@ def choose_backend(
         declined = (
             "is forbidden by paged_attention_native=0"
             if killed
-            else _unbuilt(preferred, platform) or _unserved(NATIVE_CAPABILITIES, layout, layers, has_sinks)
+            else _unbuilt(preferred, platform) or _unserved(_CAPABILITIES[preferred], layout, layers, has_sinks)
         )
         if requested != "auto" and declined is not None:
             raise UnsupportedError(
                 f"paged_backend={requested}: it {declined}. Built here: {', '.join(built_backends())}; "
                 "paged_backend=auto takes the best of them"
             )
+    applied = floors if floors is not None and native_switch != 1 else SplitFloors()
     if preferred == "native" and declined is None:
-        applied = floors if floors is not None and native_switch != 1 else SplitFloors()
         choice = _native_choice(requested, layout, applied)
+    elif preferred == "triton" and declined is None:
+        choice = _triton_choice(requested, layout, applied)
+    elif preferred == "aiter" and declined is None:
+        reason = "asked for by paged_backend=aiter; AMD's kernels, on no device proven by this project"
+        choice = BackendChoice("aiter", reason, AiterBackend(layout.heads_per_shard()))
     else:
         refusal = _unserved(REFERENCE_CAPABILITIES, layout, layers, has_sinks)
         if refusal is not None:
@@ -131,13 +155,16 @@ def _native_choice(requested: str, layout: KvStorageLayoutV1, floors: SplitFloor
     return BackendChoice("native", f"{asked}; C++ kernels for {library.best}", backend)
 
 
+def _triton_choice(requested: str, layout: KvStorageLayoutV1, floors: SplitFloors) -> BackendChoice:
+    asked = "the default on GPUs" if requested == "auto" else "asked for by paged_backend=triton"
+    return BackendChoice("triton", f"{asked}; Triton kernels", TritonBackend(layout.heads_per_shard(), floors))
+
+
 def _unbuilt(name: str, platform: str) -> str | None:
     """Why a backend other than the reference cannot run here at all."""
-    if name != "native":
-        return "is not built"
-    if platform != "cpu":
-        return f"runs on CPUs, not on {platform}"
-    missing = native_available()
+    if platform not in _PLATFORMS[name]:
+        return f"runs on {_DEVICES[name]}, not on {platform}"
+    missing = _WHY_MISSING[name]()
     return None if missing is None else f"is not built ({missing})"
 
 

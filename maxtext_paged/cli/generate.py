@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from maxtext_paged.cli import ExitCode, one_line, say
@@ -79,8 +80,10 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
             say(f"{arguments.output} is complete: nothing is left to do")
             return _complete(counts, output)
         with collector_paused(freeze=arguments.own_process):
-            rows = (row for row in source.rows() if row.index not in earlier)
-            engine = model.start(first_step_tokens(rows, model.intake, model.max_num_batched_tokens))
+            intake = replace(model.intake, repeated=checked.repeated)
+            sources = (row for row in source.rows() if row.index not in earlier)
+            first = first_rows(sources, intake, model.max_num_batched_tokens)
+            engine = model.start(num_tokens(first, model.max_num_batched_tokens))
             if arguments.warmup:
                 warm_up(engine.session, sys.stderr, enabled=not arguments.no_progress)
         run["model"] = {"weights": engine.weights}
@@ -91,7 +94,8 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
             worker=engine.worker,
             session=engine.session,
             tokenizer=model.tokenizer,
-            intake=replace(model.intake, repeated=checked.repeated),
+            intake=intake,
+            first=first,
             recorder=recorder,
             watching=watching,
             earlier=earlier,
@@ -111,15 +115,22 @@ def _run(arguments: argparse.Namespace, interruption: Interruption, output: Outp
     return code
 
 
-def first_step_tokens(sources: Iterable[InputRow | BadRow], intake: Intake, most: int) -> int:
-    """About how many tokens the first step of a job will have, up to ``most``."""
-    total = 0
-    for source in sources:
-        row = intake.row(source)
-        total += len(row.tokens) if isinstance(row, Row) else 0
-        if total >= most:
-            return most
-    return total
+_MOST_FIRST_ROWS = 64
+
+
+def first_rows(sources: Iterable[InputRow | BadRow], intake: Intake, most: int) -> dict[int, Row | BadRow]:
+    """By index, the rows that the first step of up to ``most`` tokens is about made of, as the job will take them."""
+    first: dict[int, Row | BadRow] = {}
+    for source in islice(sources, _MOST_FIRST_ROWS):
+        first[source.index] = intake.row(source)
+        if num_tokens(first, most) == most:
+            break
+    return first
+
+
+def num_tokens(rows: dict[int, Row | BadRow], most: int) -> int:
+    """Prompt tokens of the rows that can run, up to ``most``."""
+    return min(most, sum(len(row.tokens) for row in rows.values() if isinstance(row, Row)))
 
 
 def _complete(counts: JobCounts, output: Output | PipedOutput) -> ExitCode:
@@ -137,7 +148,7 @@ class Job:
 
     Args:
       earlier: indices of rows that have theirs already.
-      form: of the records.
+      form: of the records. first: rows that were tokenised already, by index.
       recorder: is told of everything that happens. watching: what is written of it meanwhile.
 
     Attributes:
@@ -157,6 +168,7 @@ class Job:
         progress: JobProgress,
         watching: Watching | None = None,
         earlier: Container[int] = (),
+        first: dict[int, Row | BadRow] | None = None,
         form: Form = OWN,
     ) -> None:
         self.recorder = recorder
@@ -170,6 +182,7 @@ class Job:
         self._interruption = interruption
         self._progress = progress
         self._earlier = earlier
+        self._first = first or {}
         self._form = form
         self._sources: dict[int, InputRow] = {}
         self._products_before = 0
@@ -217,7 +230,7 @@ class Job:
                 return
             if source.index in self._earlier:
                 continue
-            row = self._intake.row(source)
+            row = self._first.pop(source.index, None) or self._intake.row(source)
             if isinstance(row, BadRow):
                 self._write(row)
                 continue

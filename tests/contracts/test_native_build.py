@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_execution.native.aiter_library import shim_path
 from kv_execution.native.library import ffi_api_version, library_path, native_available, version_mismatch
 
 SOURCE = Path(__file__).parents[2] / "kv_execution" / "native" / "csrc"
@@ -37,10 +38,11 @@ def test_without_a_compiler_the_build_succeeds_says_so_and_installs_nothing(tmp_
 
 
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
-def test_where_there_is_a_compiler_the_library_is_built_from_the_sources_as_they_are():
+def test_where_there_is_a_compiler_both_libraries_are_built_from_the_sources_as_they_are():
     assert native_available() is None
     newest = max(path.stat().st_mtime for path in SOURCE.iterdir() if path.suffix in (".cc", ".h"))
-    assert library_path().stat().st_mtime >= newest, "kernels were edited since they were built: run make venv"
+    for path in (library_path(), shim_path()):
+        assert path.stat().st_mtime >= newest, f"{path.name} is older than its sources: run make venv"
 
 
 def test_a_library_for_another_ffi_is_refused_and_an_older_minor_version_is_not():

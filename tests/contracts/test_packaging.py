@@ -57,6 +57,10 @@ def test_a_lock_brings_no_torch_no_cuda_and_no_jetstream(lock: str):
     assert [name for name in locked(lock) if unwanted.search(name)] == []
 
 
+def test_the_code_that_lowers_for_nvidia_is_of_the_locked_jax_and_brings_nothing_else():
+    assert locked("requirements/lowering.txt") == {"jax-cuda12-plugin": locked("requirements/cpu.txt")["jax"]}
+
+
 @pytest.mark.parametrize("lock", LOCKS)
 def test_a_locked_package_that_is_installed_has_the_locked_version(lock: str):
     installed = {name: metadata.version(name) for name in locked(lock)}

@@ -141,7 +141,7 @@ def wait_with_a_row(loop):
 
 
 def queue_out_of_order(loop):
-    loop.scheduler._waiting.move_to_end(2)
+    loop.scheduler._queue.waiting.move_to_end(2)
     return r"waiting requests are not in order of arrival: \[3, 2\]"
 
 

@@ -284,8 +284,8 @@ def test_a_hot_prefix_outlives_the_suffixes_that_came_after_it():  # CASES 56
 def test_release_frees_exactly_the_pages_that_the_index_did_not_take():
     loop = cached_loop()
     released = []
-    free = loop.scheduler._release
-    loop.scheduler._release = lambda handle: released.append(free(handle).tolist())
+    free = loop.scheduler._queue._release
+    loop.scheduler._queue._release = lambda handle: released.append(free(handle).tolist())
     run(loop, request_of(0, tokens_of((1, 9)), max_tokens=1))
     assert released == [[2]]  # pages 0 and 1 are whole and stay
 

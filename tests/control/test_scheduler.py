@@ -449,8 +449,8 @@ def test_a_finished_request_is_forgotten_so_memory_stays_flat():
         loop.scheduler.submit(request_of(i, 3, max_tokens=2))
         loop.drain()
         assert len(loop.scheduler.pop_finished()) == 1
-    held = [getattr(loop.scheduler, name) for name in ("_waiting", "_running", "_finished")]
-    assert not any(held) and loop.scheduler._by_row == [None] * 4
+    queue = loop.scheduler._queue
+    assert not queue.waiting and not queue.running and not queue._finished and queue.by_row == [None] * 4
 
 
 # --- no progress ---------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import pytest
 
 from kv_common.errors import ConfigError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
-from kv_execution.attention import select
+from kv_execution.attention import select, triton_bridge
 from kv_execution.attention.api import AttentionOptions
 from kv_execution.attention.capabilities import REFERENCE_CAPABILITIES
 from kv_execution.attention.native import NativeBackend
 from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.attention.select import choose_backend
+from kv_execution.attention.triton_backend import TritonBackend
 from kv_execution.dispatch import SplitFloors
 from kv_execution.native.library import native_available, native_library
 
@@ -23,13 +24,50 @@ LAYOUT = KvStorageLayoutV1(2, 64, 16, num_kv_heads=2, head_dim=80, dtype="float3
 PLAIN = AttentionOptions(scale=1.0, sliding_window=None, soft_cap=None)
 
 
+NO_TRITON = "triton is not installed"
 NOT_BUILT = "the C++ kernels are not built: install a C++17 compiler"
 built = pytest.mark.skipif(native_available() is not None, reason=str(native_available()))
 
 
 @pytest.fixture
 def without_native(monkeypatch):
+    """Nothing but the reference is built."""
     monkeypatch.setattr(select, "native_available", lambda: NOT_BUILT)
+    monkeypatch.setattr(triton_bridge, "missing", lambda: NO_TRITON)
+
+
+@pytest.fixture
+def with_triton(monkeypatch):
+    monkeypatch.setattr(triton_bridge, "missing", lambda: None)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cuda", "rocm"])
+def test_auto_takes_triton_on_a_gpu_with_the_floors_as_data(platform, with_triton, announced):
+    floors = SplitFloors(4096, 512)
+    choice = choose_backend("auto", platform, LAYOUT, floors=floors)
+    assert (choice.name, choice.backend, choice.declined) == ("triton", TritonBackend(2, floors), None)
+    assert choice.reason == "the default on GPUs; Triton kernels"
+    forced = choose_backend("triton", platform, LAYOUT, floors=floors, native_switch=1)
+    assert (forced.backend, forced.reason) == (TritonBackend(2), "asked for by paged_backend=triton; Triton kernels")
+    assert [record.levelname for record in announced.records] == ["INFO", "INFO"]
+    assert choose_backend("auto", platform, LAYOUT, native_switch=0).name == "reference"
+
+
+def test_triton_is_refused_on_a_cpu_and_for_heads_it_was_not_compiled_for(with_triton, announced):
+    with pytest.raises(UnsupportedError, match="paged_backend=triton: it runs on GPUs, not on cpu"):
+        choose_backend("triton", "cpu", LAYOUT)
+    choice = choose_backend("auto", "gpu", replace(LAYOUT, head_dim=72))
+    assert (choice.name, choice.backend) == ("reference", ReferenceBackend())
+    assert "triton cannot serve head_dim=72: allowed are 64, 80, 96, 128, 256" in choice.reason
+    assert [record.levelname for record in announced.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize("requested", ["flashinfer", "aiter"])
+def test_an_entry_without_kernels_is_declined_by_name(requested, with_triton):
+    with pytest.raises(
+        UnsupportedError, match=rf"paged_backend={requested}: it is not built \(.*\)\. Built here: .*triton"
+    ):
+        choose_backend(requested, "gpu", LAYOUT)
 
 
 @pytest.fixture
@@ -61,8 +99,9 @@ def test_floors_reach_the_kernels_and_force_bypasses_them():
     ("platform", "why"),
     [
         ("cpu", NOT_BUILT),
-        ("cuda", "triton is not built"),
-        ("rocm", "triton is not built"),
+        ("cuda", f"triton is not built ({NO_TRITON})"),
+        ("gpu", f"triton is not built ({NO_TRITON})"),
+        ("rocm", f"triton is not built ({NO_TRITON})"),
         ("tpu", "no kernel is made for tpu"),
     ],
 )
@@ -83,17 +122,27 @@ def test_what_the_native_kernels_cannot_serve_runs_the_reference_and_says_so(ann
         choose_backend("native", "cpu", replace(LAYOUT, head_dim=72))
 
 
-@pytest.mark.parametrize("requested", ["native", "triton", "aiter", "flashinfer"])
-def test_a_backend_asked_for_by_name_is_never_replaced(requested, without_native):
+@pytest.mark.parametrize(
+    ("requested", "platform"), [("native", "cpu"), ("triton", "gpu"), ("aiter", "rocm"), ("flashinfer", "cuda")]
+)
+def test_a_backend_asked_for_by_name_is_never_replaced(requested, platform, without_native):
     with pytest.raises(UnsupportedError, match=rf"paged_backend={requested}: it is not built.*reference"):
-        choose_backend(requested, "cpu", LAYOUT)
+        choose_backend(requested, platform, LAYOUT)
     with pytest.raises(UnsupportedError, match=rf"{requested}: it is forbidden by paged_attention_native=0"):
-        choose_backend(requested, "cpu", LAYOUT, native_switch=0)
+        choose_backend(requested, platform, LAYOUT, native_switch=0)
 
 
 def test_native_kernels_are_refused_on_another_platform():
     with pytest.raises(UnsupportedError, match="paged_backend=native: it runs on CPUs, not on cuda"):
         choose_backend("native", "cuda", LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("requested", "devices"), [("aiter", "AMD GPUs"), ("flashinfer", "NVIDIA GPUs"), ("triton", "GPUs")]
+)
+def test_kernels_of_gpus_are_refused_on_a_cpu(requested, devices):
+    with pytest.raises(UnsupportedError, match=f"paged_backend={requested}: it runs on {devices}, not on cpu"):
+        choose_backend(requested, "cpu", LAYOUT)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():

@@ -11,6 +11,7 @@ from kv_common.errors import ConfigError, UnsupportedError
 from kv_execution import products
 from kv_execution.native.library import PRODUCT_TARGET, native_available, native_library
 from kv_execution.products import (
+    MEASURED_MAX_FEW_ROWS,
     MEASURED_MAX_ROWS,
     ProductChoice,
     choose_products,
@@ -70,10 +71,44 @@ def test_every_number_of_rows_equals_numpy_and_each_row_alone_bit_for_bit(rng, b
 
 
 @needs_native
+@every_build
+def test_many_rows_equal_numpy_and_each_row_alone_bit_for_bit(rng, build):
+    """Panels of packed weights: depths beside a block's end, columns beside a vector's and a panel's, rows past 512."""
+    for rows, depth, columns in (
+        (33, 191, 47),
+        (34, 192, 48),
+        (65, 193, 49),
+        (100, 400, 213),
+        (530, 70, 130),
+        (1030, 5, 17),
+    ):
+        x = rng.standard_normal((rows, depth)).astype(np.float32)
+        weights = jnp.asarray(rng.standard_normal((depth, columns)), jnp.float32)
+        together = np.asarray(native_product(x, weights, instruction_set=build))
+        assert_equals_numpy(x, np.asarray(weights), together)
+        for first in {0, 1, 31, 32, rows // 2, rows - 1}:
+            alone = native_product(x[first : first + 1], weights, instruction_set=build)
+            np.testing.assert_array_equal(together[first], np.asarray(alone)[0], err_msg=f"row {first} of {rows}")
+        half = weights.astype(jnp.bfloat16)
+        widened = native_product(x, half.astype(jnp.float32), instruction_set=build)
+        np.testing.assert_array_equal(native_product(x, half, instruction_set=build), widened)
+
+
+@needs_native
+def test_live_rows_of_many_are_those_of_a_product_without_the_padding(rng):
+    """The way is chosen by live rows, not by the rung: few of many too."""
+    x, weights = rng.standard_normal((128, 70)).astype(np.float32), rng.standard_normal((70, 130)).astype(np.float32)
+    for live in (0, 1, 32, 33, 97, 128):
+        got = np.asarray(native_product(x, weights, num_live=live))
+        np.testing.assert_array_equal(got[:live], np.asarray(native_product(x, weights))[:live])
+        assert not got[live:].any()
+
+
+@needs_native
 def test_a_product_cut_over_threads_is_bit_for_bit_one_of_narrow_pieces(rng):
     """The wide one is cut into pieces; each slice of it is small enough for one thread and starts tiles elsewhere."""
     weights = rng.standard_normal((600, 3000)).astype(np.float32)
-    for rows in (1, 3, 16, 21):
+    for rows in (1, 3, 16, 21, 50):
         x = rng.standard_normal((rows, 600)).astype(np.float32)
         whole = np.asarray(native_product(x, weights))
         for first, end in ((0, 50), (37, 101), (1490, 1555), (2950, 3000)):
@@ -212,7 +247,8 @@ def choice(setting: str = "auto", **given: object) -> ProductChoice:
 
 @needs_native
 def test_one_float32_cpu_device_gets_native_products_and_whoever_wants_none_gets_none():
-    assert choice().max_rows == choice("on").max_rows == MEASURED_MAX_ROWS
+    measured = MEASURED_MAX_ROWS.get(native_library().best, MEASURED_MAX_FEW_ROWS)
+    assert choice().max_rows == choice("on").max_rows == measured
     assert choice("on").required and not choice().required
     assert choice("off").describe() == "XLA's (asked for by paged_native_products=off)"
     for setting in ("auto", "on"):

@@ -25,7 +25,7 @@ def nothing_large(monkeypatch: pytest.MonkeyPatch) -> None:
     def allocated(*_: Any, **__: Any) -> None:
         raise AssertionError("a plan loads no weights and allocates no pool")
 
-    monkeypatch.setattr(session, "load_params", allocated)
+    monkeypatch.setattr(session, "prepare_params", allocated)
     monkeypatch.setattr(session, "params_from_tree", allocated)
     monkeypatch.setattr(model.MaxTextPagedModel, "create_pools", allocated)
     monkeypatch.setattr(model, "create_zeroed", allocated)

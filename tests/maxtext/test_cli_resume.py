@@ -22,6 +22,7 @@ import pytest
 from maxtext_paged.__main__ import main
 from maxtext_paged.cli import generate
 from maxtext_paged.formats import BadRow, InputRow, RowError
+from maxtext_paged.intake import Intake
 from tests.cli_runs import ROOT, environment, records
 from tests.fake_engine import completion, fake_model
 
@@ -337,8 +338,26 @@ def test_a_disk_too_full_for_the_run_file_runs_nothing_and_keeps_an_output_that_
 
 
 def test_the_first_step_is_guessed_from_rows_that_are_still_to_run_and_never_above_a_steps_limit() -> None:
-    rows = [InputRow(index=i, line=i + 1, id=str(i), prompt="four") for i in range(9)]
+    rows = [InputRow(index=i, line=i + 1, id=str(i), prompt="four") for i in range(99)]
     intake = fake_model().intake
-    assert generate.first_step_tokens(rows[:3], intake, 64) == sum(len(intake.row(row).tokens) for row in rows[:3]) > 0
-    assert generate.first_step_tokens(rows * 9, intake, 64) == 64
-    assert generate.first_step_tokens([BadRow(0, 1, RowError("no", "bad_value"))], intake, 64) == 0
+    few = generate.first_rows(rows[:3], intake, 64)
+    assert list(few) == [0, 1, 2]
+    assert generate.num_tokens(few, 64) == sum(len(intake.row(row).tokens) for row in rows[:3]) > 0
+    many = generate.first_rows(rows, intake, 64)
+    assert generate.num_tokens(many, 64) == 64 and len(many) < 64, "no row is read that the first step has no room for"
+    bad = generate.first_rows([BadRow(i, 1, RowError("no", "bad_value")) for i in range(99)], intake, 64)
+    assert generate.num_tokens(bad, 64) == 0 and len(bad) < 99, "unusable rows are not read to the file's end"
+
+
+def test_every_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch, half: bytes) -> None:
+    """A template that hangs costs its time limit: not twice for the rows that the first step is guessed from."""
+    seen: list[int] = []
+    judge = Intake.row
+
+    def row(intake: Intake, source: InputRow | BadRow) -> Any:
+        seen.append(source.index)
+        return judge(intake, source)
+
+    monkeypatch.setattr(Intake, "row", row)
+    assert main([*WORDS, "--overwrite"]) == 0
+    assert sorted(seen) == list(range(12))

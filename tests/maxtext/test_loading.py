@@ -147,6 +147,19 @@ def test_a_folder_without_a_checkpoint_is_refused_naming_the_option(tmp_path: Pa
         restore_params(paged_model(), str(tmp_path / "nowhere"))
 
 
+def test_a_session_refuses_a_checkpoint_before_any_pool_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights load beside the pools; whether they can is known before."""
+
+    def allocated(*_: Any, **__: Any) -> None:
+        raise AssertionError("a pool was made for weights that cannot be loaded")
+
+    monkeypatch.setattr(MaxTextPagedModel, "create_pools", allocated)
+    with pytest.raises(ConfigError, match="load_parameters_path"):
+        open_session(make_config(load_parameters_path=str(tmp_path / "nowhere")))
+
+
 def test_random_weights_are_maxtexts_own(tmp_path: Path) -> None:
     params = nnx.to_pure_dict(init_params(paged_model(), seed=3))
     config = make_config()

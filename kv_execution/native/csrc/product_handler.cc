@@ -1,4 +1,4 @@
-// The XLA FFI handler of skinny matrix products.
+// The XLA FFI handler of matrix products.
 //
 // For:      checking shapes and types, choosing the instruction set, spreading columns over XLA's threads.
 // Not for:  arithmetic (products.cc).
@@ -55,7 +55,8 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const int64_t bytes = product.depth * product.columns * (product.weights_are_bfloat16 ? 2 : 4);
   // As many pieces for each thread, so that all finish together.
-  const int64_t wanted = bytes < kWorthAThread ? 1 : ((bytes - 1) / kPieceBytes / threads + 1) * threads;
+  const int64_t each = (bytes - 1) / kPieceBytes / threads + 1;
+  const int64_t wanted = bytes < kWorthAThread && rows < kManyRows ? 1 : each * threads;
   const int64_t piece = (blocks + wanted - 1) / wanted, pieces = (blocks + piece - 1) / piece;
   try {
     parallel_for(pool, pieces, threads, [&](int64_t i) {

@@ -1,12 +1,13 @@
-// Products of few rows with a weight matrix on one core: compiled once per instruction set (PAGED_ISA,
+// Products of rows with a weight matrix on one core: compiled once per instruction set (PAGED_ISA,
 // PAGED_VECTOR_BYTES).
 //
-// For:      reading each weight once from memory, whatever the number of rows.
+// For:      reading each weight once from memory where rows are few; keeping the multipliers busy where they are many.
 // Not for:  threads or XLA (product_handler.cc).
 //
-// Tiles of kHeight rows x some vectors of columns are held in registers over kBlock steps of the depth, then laid down
-// in y and taken up again for the next block. While a tile is worked on, the next one's weights are fetched: spread
-// over the rows, or the first of them would wait for memory and the others would leave it idle.
+// Tiles of kHeight rows x some vectors of columns are held in registers over a block of the depth, then laid down in y
+// and taken up again for the next block. Few rows wait for memory: while a tile is worked on, the next one's weights are
+// fetched, spread over the rows, or the first of them would wait and the others would leave memory idle. Many rows wait
+// for arithmetic: a panel of weights is packed once, so that all tiles of rows find it in the first cache.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -32,6 +33,10 @@ constexpr int kBlock = 32;
 
 // Vectors of columns of the widest tile of so many rows, from one on.
 constexpr int kWidest[] = {8, kSums / 3, kSums / 3, kSums / 4, kSums / 5, kSums / 6, kSums / 7, kSums / 8};
+
+// Many rows are taken so many at a time, so that a block of x stays in the second cache, and a panel of weights is so
+// deep that it stays in the first.
+constexpr int64_t kRowsAtOnce = 512, kPackedBlock = 192;
 
 constexpr int kLine = 64;
 
@@ -199,13 +204,67 @@ void columns_of(const Product& product, int64_t first, int64_t end) {
   }
 }
 
+// The same chains of multiply-adds, so the same bits, for many rows.
+template <class Element>
+void columns_of_many(const Product& product, int64_t first, int64_t end) {
+  const Element* const weights = static_cast<const Element*>(product.weights);
+  const int64_t depth = product.depth, columns = product.columns;
+  constexpr int64_t kWidth = kWidest[kHeight - 1];
+  const int64_t vectors = (end - first + kLanes - 1) / kLanes, across = (vectors + kWidth - 1) / kWidth;
+  alignas(64) float packed[kPackedBlock * kWidth * kLanes];
+  for (int64_t row = 0; row < product.rows; row += kRowsAtOnce) {
+    const int64_t rows = std::min(kRowsAtOnce, product.rows - row), tiles = (rows + kHeight - 1) / kHeight;
+    for (int64_t k = 0; k < depth; k += kPackedBlock) {
+      const int64_t steps = std::min(kPackedBlock, depth - k);
+      for (int64_t i = 0; i < across; i++) {
+        const int64_t begin = i * vectors / across, width = (i + 1) * vectors / across - begin;
+        const int64_t column = first + begin * kLanes, whole = std::min(width, (end - column) / kLanes);
+        const int64_t part = whole < width ? (end - column) % kLanes : 0;
+        for (int64_t j = 0; j < steps; j++) {
+          const Element* const from = weights + (k + j) * columns + column;
+          float* const to = packed + j * width * kLanes;
+          for (int64_t c = 0; c < whole; c++) store(to + c * kLanes, load(from + c * kLanes));
+          if (part) store(to + whole * kLanes, load_part(from + whole * kLanes, part));
+        }
+        for (int64_t t = 0, at = 0; t < tiles; t++) {
+          const int64_t height = rows * (t + 1) / tiles - at;
+          Place<float> p{product.x + (row + at) * depth + k,
+                         depth,
+                         packed,
+                         width * kLanes,
+                         product.y + (row + at) * columns + column,
+                         columns,
+                         steps,
+                         k == 0,
+                         nullptr,
+                         0};
+          with_rows(int(height), [&](auto h) {
+            constexpr int kRows = decltype(h)::value;
+            if (whole) tile_of_width<float, kRows, kWidest[kRows - 1], 0>(p, int(whole), 0);
+            if (!part) return;
+            p.weights += whole * kLanes;
+            p.y += whole * kLanes;
+            tile<float, kRows, 1, 0, true>(p, part);
+          });
+          at += height;
+        }
+      }
+    }
+  }
+}
+
+template <class Element>
+void any_columns_of(const Product& product, int64_t first, int64_t end) {
+  product.rows < kManyRows ? columns_of<Element>(product, first, end) : columns_of_many<Element>(product, first, end);
+}
+
 }  // namespace
 
 void product(const Product& product, int64_t first, int64_t end) {
   if (product.weights_are_bfloat16)
-    columns_of<uint16_t>(product, first, end);
+    any_columns_of<uint16_t>(product, first, end);
   else
-    columns_of<float>(product, first, end);
+    any_columns_of<float>(product, first, end);
 }
 
 }  // namespace PAGED_ISA

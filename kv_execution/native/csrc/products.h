@@ -1,4 +1,4 @@
-// What the skinny matrix products are told.
+// What the matrix products are told.
 //
 // For:      one description of a product, shared by its handler and the kernels of every instruction set.
 // Not for:  XLA's types (product_handler.cc) or arithmetic (products.cc).
@@ -8,7 +8,7 @@
 
 namespace paged {
 
-// y = x @ weights, few rows. Every element of y is one chain of multiply-adds in the order of the depth, whatever the
+// y = x @ weights. Every element of y is one chain of multiply-adds in the order of the depth, whatever the
 // rows beside it, the columns a thread takes or the tile it falls into: a row alone gives bit for bit what it gives in
 // a batch.
 struct Product {
@@ -21,6 +21,9 @@ struct Product {
 
 // Threads take columns in multiples of so many.
 constexpr int64_t kProductColumns = 16;
+
+// From so many rows on, arithmetic takes longer than reading weights.
+constexpr int64_t kManyRows = 33;
 
 // Calls that computed a product since the library was loaded.
 int64_t num_products();
