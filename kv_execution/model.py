@@ -19,7 +19,8 @@ Params = Any
 """A pytree of weights; only the model looks inside."""
 
 Pools = Any
-"""A pytree whose leaves are the K and V pools of all layers, each ``[num_pages, tokens_per_page, heads, dim]``."""
+"""A pytree whose leaves are the K and V pools of all layers, each ``[num_pages, tokens_per_page, heads, dim]``, and
+their scales where they are quantised (``quantised.QuantisedPool``)."""
 
 
 class PagedModel(Protocol):

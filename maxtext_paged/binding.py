@@ -29,6 +29,7 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_common.window_group import WindowGroup
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend, paged_attention
 from kv_execution.metadata import PageMetadata
+from kv_execution.pool import pool_struct
 from maxtext_paged.families import require_supported_attention, require_supported_block
 
 _QUERIES_ARRIVE_SCALED = 1.0
@@ -36,7 +37,7 @@ _QUERIES_ARRIVE_SCALED = 1.0
 
 
 class PagePool(nnx.Cache):
-    """One layer's K or V pool, ``[num_pages, tokens_per_page, kv_heads, head_dim]``."""
+    """One layer's K or V pool, ``[num_pages, tokens_per_page, kv_heads, head_dim]``; a ``QuantisedPool`` has scales."""
 
 
 class StepVariable(nnx.Variable):
@@ -103,9 +104,10 @@ class PagedAttentionOp(nnx.Module):
         self.mesh = mesh
         self.head_axes = head_axes
         self.step = step
-        dtype = jnp.dtype(layout.dtype)
-        self.k_pool = PagePool(jnp.zeros(layout.pool_shape, dtype))
-        self.v_pool = PagePool(jnp.zeros(layout.pool_shape, dtype))
+        struct = pool_struct(layout)
+        self.k_pool, self.v_pool = (
+            PagePool(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), struct)) for _ in range(2)
+        )
 
     def __call__(
         self,

@@ -267,8 +267,11 @@ class MaxTextPagedModel:
     def leaf_groups(self) -> tuple[int, ...]:
         """The group of each leaf of the pools: see ``PagedModel``."""
         flat = nnx.to_flat_state(self._pools)
-        numbered = nnx.from_flat_state([(path, variable.replace(self._groups[path[:-1]])) for path, variable in flat])
-        return tuple(jax.tree.leaves(numbered))
+        return tuple(
+            group
+            for path, group in ((path, self._groups[path[:-1]]) for path, _ in flat)
+            for _ in jax.tree.leaves(dict(flat)[path])
+        )
 
     @property
     def layer_names(self) -> tuple[str, ...]:

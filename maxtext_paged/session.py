@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.configs import pyconfig
 from maxtext.utils import maxtext_utils
 
+from kv_common.dtypes import ELEMENT_BITS, described
 from kv_common.errors import ConfigError, KvCacheError
 from kv_common.layout import KvStorageLayoutV1
 from kv_common.window_group import WindowGroup
@@ -347,6 +348,7 @@ def start_session(
             "paged_tokens_per_page": layout.tokens_per_page,
             "paged_max_num_seqs": max_num_seqs,
             "paged_max_num_batched_tokens": options.paged_max_num_batched_tokens,
+            "paged_kv_dtype": list(ELEMENT_BITS).index(layout.dtype),
             "paged_prefill_chunk_tokens": options.paged_prefill_chunk_tokens,
             "paged_enable_prefix_cache": int(options.paged_enable_prefix_cache),
             "paged_backend": KNOWN_BACKENDS.index(assembly.backend.name),
@@ -371,7 +373,7 @@ def start_session(
         layout.num_pages,
         layout.tokens_per_page,
         layout.num_layers,
-        layout.dtype,
+        described(layout.dtype),
         layout.device_pool_bytes() / 2**20,
         layout.total_pool_bytes() / 2**20,
         assembly.pool.workspace_bytes / 2**20,

@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from maxtext.configs import pyconfig
 from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 
-from kv_common.errors import ConfigError
+from kv_common.dtypes import scale_bits
+from kv_common.errors import ConfigError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.sharding import head_shards
 from maxtext_paged.config import PagedMaxTextConfig, PagedOptions
@@ -150,6 +151,12 @@ class PagedModels:
             if self.options.paged_kv_dtype == "auto"
             else self.options.paged_kv_dtype,
         )
+
+        if scale_bits(self.one_page.dtype):
+            raise UnsupportedError(
+                f"paged_kv_dtype={self.one_page.dtype}: a caller's caches have no place for scales; use float32, "
+                "bfloat16 or float16 (our own loop serves quantised pools)"
+            )
 
     def layout(self, num_blocks: int) -> KvStorageLayoutV1:
         """Geometry of caches of ``num_blocks`` blocks."""

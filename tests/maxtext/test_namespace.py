@@ -40,6 +40,7 @@ def test_the_same_session_twice_has_one_digest() -> None:
         ({"paged_tenant": "a"}, "tenant"),
         ({"rope_max_timescale": 500_000}, "rope"),
         ({"paged_kv_dtype": "bfloat16"}, "kv_dtype"),
+        ({"paged_kv_dtype": "int8"}, "kv_dtype"),
         ({"paged_tokens_per_page": 16}, "layout"),
     ],
     ids=lambda value: str(value),

@@ -1,6 +1,6 @@
 // Vectors of one instruction set in GCC's and clang's vector extensions: PAGED_VECTOR_BYTES wide.
 //
-// For:      loads that widen bfloat16, sums across lanes, transposition, exp and tanh.
+// For:      loads that widen bfloat16, int8 and fp8, sums across lanes, transposition, exp and tanh.
 // Not for:  intrinsics: the same text compiles for every architecture. Included once per instruction-set build,
 //           inside that build's namespace, so that no inline function of one build is linked into another.
 
@@ -10,6 +10,13 @@ constexpr int kLanes = kBytes / 4;
 typedef float Vec __attribute__((vector_size(kBytes)));
 typedef int32_t Int __attribute__((vector_size(kBytes)));
 typedef uint16_t Half __attribute__((vector_size(kBytes / 2)));
+typedef int8_t Byte __attribute__((vector_size(kBytes / 4)));
+typedef uint8_t UnsignedByte __attribute__((vector_size(kBytes / 4)));
+
+// An element of a float8_e4m3fn pool: sign, 4 bits of exponent with bias 7, 3 of mantissa. No infinity; pools hold no NaN.
+struct Float8 {
+  uint8_t bits;
+};
 
 #define PAGED_INLINE static inline __attribute__((always_inline))
 
@@ -23,6 +30,22 @@ PAGED_INLINE Vec load(const uint16_t* from) {
   Half half;
   std::memcpy(&half, from, sizeof half);
   return (Vec)(__builtin_convertvector(half, Int) << 16);
+}
+
+PAGED_INLINE Vec load(const int8_t* from) {
+  Byte byte;
+  std::memcpy(&byte, from, sizeof byte);
+  return __builtin_convertvector(__builtin_convertvector(byte, Int), Vec);
+}
+
+// Exact, and without a subnormal float on the way: threads that flush those would read other numbers.
+PAGED_INLINE Vec load(const Float8* from) {
+  UnsignedByte byte;
+  std::memcpy(&byte, from, sizeof byte);
+  const Int bits = __builtin_convertvector(byte, Int), magnitude = bits & 0x7f;
+  const Int tiny = magnitude < 8;  // exponent 0: mantissa / 8 * 2^-6, made as (1 + mantissa / 8) * 2^-6 less 2^-6
+  const Vec number = (Vec)((magnitude << 20) + (120 << 23) - (tiny << 23)) - (Vec)(tiny & 0x3c800000);
+  return (Vec)((Int)number | (bits & 0x80) << 24);
 }
 
 PAGED_INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
