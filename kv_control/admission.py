@@ -143,7 +143,7 @@ class Admission:
         spoken_for = int(np.maximum(promised - held, 0).sum())
         references = int(np.maximum(promised, held).sum()) + wanted
         room = control.num_available_pages - pinned - spoken_for
-        if wanted - shared.num_whole_pages > room or references > control.max_step_references:
+        if wanted - shared.num_whole_pages > room or references > control.limits.max_step_references:
             return False
         return not control.windows or self._windows_fit(request, shared, running)
 

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_common.errors import ConfigError, PageStateError, RequestTooLarge
+from kv_common.errors import PageStateError
 from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import pack_page_arrays
 from kv_common.pages import pages_for_tokens
 from kv_common.window_group import WindowGroup
 from kv_control.allocator import PageAllocator
-from kv_control.bucketing import Ladder, row_rung
+from kv_control.bucketing import Ladder
 from kv_control.dirty_pages import DirtyPages
+from kv_control.limits import PoolLimits
 from kv_control.metrics import ControlCounters, ControlMetrics, pool_metrics
 from kv_control.page_map import PageMap
 from kv_control.plan import RequestHandle, RequestSlice, Reservation, ScrubbedReservation, StepBatch, StepPlan
@@ -31,10 +32,6 @@ from kv_control.window_metrics import window_metrics
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-
-MAX_REFERENCES_PER_PAGE = 4
-"""Page references of a step, on average per page of the pool. A page table has room for this many; sharing beyond it
-counts as no room, as too few pages do."""
 
 
 @dataclass(slots=True)
@@ -89,15 +86,11 @@ class ControlPlane:
         prefix_namespace: bytes | None = None,
         window_groups: Sequence[WindowGroup] = (),
     ) -> None:
-        if max_model_len < 1:
-            raise ConfigError(f"max_target_length={max_model_len}: a request needs room for at least 1 token")
         self.layout = layout
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        self.max_pages_per_request = layout.pages_for(max_model_len)
+        self.limits = PoolLimits(layout, max_num_seqs, max_model_len)
         self.token_ladder = token_ladder
         self.allocator = PageAllocator(layout.num_pages)
-        self.page_map = PageMap(max_num_seqs, self.max_pages_per_request)
+        self.page_map = PageMap(max_num_seqs, self.limits.max_pages_per_request)
         self.prefix_namespace = prefix_namespace
         self.prefix_index = None if prefix_namespace is None else PrefixIndex(layout.tokens_per_page)
         self.sharing = PageSharing(self.allocator, self.page_map, layout.tokens_per_page, self.prefix_index)
@@ -105,7 +98,7 @@ class ControlPlane:
             window_groups,
             self.sharing,
             max_num_seqs=max_num_seqs,
-            max_pages_per_request=self.max_pages_per_request,
+            max_pages_per_request=self.limits.max_pages_per_request,
             num_pages=layout.num_pages,
             step_tokens=token_ladder.top,
         )
@@ -146,45 +139,6 @@ class ControlPlane:
     def written(self) -> Int64:
         """int64 ``[max_num_seqs]``, tokens written per row; a copy."""
         return self._written.copy()
-
-    def row_rung(self, token_rung: int) -> int:
-        """Request rows of a step of ``token_rung`` tokens."""
-        return row_rung(token_rung, self.max_num_seqs)
-
-    def index_capacity(self, row_rung: int) -> int:
-        """Page references of a step of ``row_rung`` rows: all of them full, or as many as ``reserve`` allows."""
-        return min(row_rung * self.max_pages_per_request, self.max_step_references)
-
-    @property
-    def max_step_references(self) -> int:
-        """Page references of the largest step that ``reserve`` takes."""
-        return MAX_REFERENCES_PER_PAGE * self.num_pages
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Most tokens one request can ever hold: the context, or the pool where that is smaller."""
-        return min(self.max_model_len, self.layout.num_slots)
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether one request of ``num_tokens`` tokens can ever be held."""
-        return num_tokens <= self.max_request_tokens
-
-    def check_fits(self, num_tokens: int) -> None:
-        """As ``fits``, for those who cannot go on without.
-
-        Raises:
-          RequestTooLarge: it cannot; the message has both numbers and the option to turn.
-        """
-        if num_tokens > self.max_model_len:
-            raise RequestTooLarge(
-                f"request needs {num_tokens} tokens, the context holds {self.max_model_len}: raise `max_target_length`"
-            )
-        needed = self.layout.pages_for(num_tokens)
-        if needed > self.num_pages:
-            raise RequestTooLarge(
-                f"request needs {needed} pages for {num_tokens} tokens, the pool has {self.num_pages}: "
-                "raise `paged_num_pages` or lower `max_target_length`"
-            )
 
     # --- one request's life --------------------------------------------------------------------------
 
@@ -335,7 +289,7 @@ class ControlPlane:
         batch = StepBatch.of(slices)
         length = self._check_step(batch)
         needed = pages_for_tokens(length, self.layout.tokens_per_page)
-        if needed.sum() > self.max_step_references:
+        if needed.sum() > self.limits.max_step_references:
             return None
         rows = batch.rows
         added = np.maximum(needed - self.page_map.counts[rows], 0)
@@ -394,8 +348,8 @@ class ControlPlane:
         self.page_map.require_live(batch.rows, batch.epochs)
         needed = pages_for_tokens(current.length, self.layout.tokens_per_page)
         token_rung = self.token_ladder.rung(max(len(batch.tokens), min_token_rung))
-        rows_padded = self.row_rung(token_rung)
-        capacity = self.index_capacity(rows_padded)
+        rows_padded = self.limits.row_rung(token_rung)
+        capacity = self.limits.index_capacity(rows_padded)
         indices = self.page_map.first_pages(batch.rows, needed, capacity=capacity, fill=self.num_pages)
         if len(self._dirty.held()):
             dirty = self.allocator.dirty_among(indices[: int(needed.sum())])
@@ -478,6 +432,6 @@ class ControlPlane:
                 f"but {self._written[rows[i]]} tokens are written"
             )
         length = start + num_new
-        if len(rows) and int(length.max()) > self.max_model_len:
-            self.check_fits(int(length.max()))
+        if len(rows) and int(length.max()) > self.limits.max_model_len:
+            self.limits.check_fits(int(length.max()))
         return length

@@ -116,7 +116,7 @@ def _check_sharing(control: ControlPlane) -> None:
         )
     live = set(page_map.live_rows.tolist())
     locks: Counter[int] = Counter()
-    for row in range(control.max_num_seqs):
+    for row in range(control.limits.max_num_seqs):
         path = control.sharing.path(row)
         if path and row not in live:
             raise InvariantError(f"row {row} has no request and still locks {len(path)} cached pages")

@@ -47,7 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kv_common.errors import ConfigError
+from kv_common.errors import ConfigError, UnsupportedError
 
 SMALLEST_AMAX = 2.0**-100
 """A row whose numbers are all smaller is stored as zeros."""
@@ -86,6 +86,17 @@ class QuantisedPool:
 
 KvPool = jax.Array | QuantisedPool
 """One layer's K or V pool, of any dtype."""
+
+
+def unscaled(pool: KvPool) -> jax.Array:
+    """The array that a pool without scales is, for kernels that read no scale.
+
+    Raises:
+      UnsupportedError: it has scales.
+    """
+    if isinstance(pool, QuantisedPool):
+        raise UnsupportedError(f"a pool of {pool.dtype} was handed to kernels that read no scales")
+    return pool
 
 
 def storage_dtype(dtype: str) -> np.dtype:

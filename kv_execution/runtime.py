@@ -215,8 +215,9 @@ class PagedRuntime:
             [model.layout.num_pages, *(pages.allocator.num_pages for pages in control.windows)],
             getattr(model, "leaf_groups", ()) if control.windows else None,
         )
-        self._program = make_step_program(model, params=params, pools=self.pools, max_num_seqs=control.max_num_seqs)
-        tokens = np.zeros(control.max_num_seqs, np.int32)
+        limits = control.limits
+        self._program = make_step_program(model, params=params, pools=self.pools, max_num_seqs=limits.max_num_seqs)
+        tokens = np.zeros(limits.max_num_seqs, np.int32)
         mesh = model.mesh
         # Placed as the program's own outputs are: fed differently, the first step would compile twice.
         self._previous_tokens = (
@@ -225,7 +226,7 @@ class PagedRuntime:
         self._num_tokens = self._num_padded = self._num_scrubbed = self._num_copied = 0
         self._rungs: dict[int, int] = {}
         self._options = OptionTable(
-            max_num_seqs=control.max_num_seqs, max_model_len=control.max_model_len, mesh=model.mesh
+            max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len, mesh=model.mesh
         )
 
     def open(self) -> RequestHandle | None:

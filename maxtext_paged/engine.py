@@ -178,8 +178,8 @@ class PagedMaxEngine(MaxEngine):
         if request.max_tokens < 1:
             session.driver.cancel(request.id)
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens and fills the context of {session.control.max_model_len}: raise "
-                "`max_target_length` or shorten the prompt"
+                f"the prompt has {len(prompt)} tokens and fills the context of "
+                f"{session.control.limits.max_model_len}: raise `max_target_length` or shorten the prompt"
             )
         while not full and not request.num_generated and not request.finished:
             worker.step()

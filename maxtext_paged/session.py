@@ -41,8 +41,9 @@ from kv_execution.products import ProductChoice, choose_products, num_native_pro
 from kv_execution.runtime import PagedRuntime
 from maxtext_paged.collector import collector_paused
 from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
+from maxtext_paged.geometry import ModelGeometry, model_geometry, weight_device_bytes
 from maxtext_paged.loading import params_from_tree, prepare_params
-from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry, weight_device_bytes
+from maxtext_paged.model import MaxTextPagedModel
 from maxtext_paged.namespace import cache_namespace
 from maxtext_paged.options import check_options
 from maxtext_paged.processes import check_agreement

@@ -28,7 +28,8 @@ from kv_execution.logit_adjust import OptionTable
 from kv_execution.packing import pack
 from kv_execution.step import make_step_program
 from kv_execution.step_inputs import build_step_inputs
-from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.geometry import model_geometry
+from maxtext_paged.model import MaxTextPagedModel
 from maxtext_paged.session import run_key
 from tests.tiny_models import make_config, mesh_of
 

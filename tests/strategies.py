@@ -224,8 +224,8 @@ def loop_of(control: ControlPlane, **options: int | None) -> Loop:
     engine = HostEngine(control)
     settings: dict[str, int | None] = {
         "max_num_batched_tokens": control.token_ladder.top,
-        "max_num_seqs": control.max_num_seqs,
-        "max_model_len": control.max_model_len,
+        "max_num_seqs": control.limits.max_num_seqs,
+        "max_model_len": control.limits.max_model_len,
         **options,
     }
     return Loop(Scheduler(control, release=engine.release, **settings), engine)

@@ -23,6 +23,7 @@ from kv_execution.attention.capabilities import Capabilities, check_options
 from kv_execution.attention.triton_bridge import GpuTarget, KernelLaunch, Launcher
 from kv_execution.dispatch import SplitFloors
 from kv_execution.metadata import PageMetadata
+from kv_execution.quantised import KvPool, unscaled
 
 TRITON_CAPABILITIES = Capabilities(
     head_sizes=frozenset({64, 80, 96, 128, 256}),
@@ -72,15 +73,16 @@ class TritonBackend:
 
     def append(
         self,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         key: jax.Array,
         value: jax.Array,
         slot_mapping: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[KvPool, KvPool]:
         """See ``PagedAttentionBackend.append``. Slots outside the pool, negative ones too, are dropped."""
         from kv_execution.attention.triton_kernels.append import append_kernel
 
+        k_pool, v_pool = unscaled(k_pool), unscaled(v_pool)
         self._check_pools(k_pool, v_pool)
         num_pages, page_size, kv_heads, head_dim = k_pool.shape
         width = kv_heads * head_dim
@@ -99,8 +101,8 @@ class TritonBackend:
     def attend(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -109,14 +111,14 @@ class TritonBackend:
         sinks: jax.Array | None,
     ) -> jax.Array:
         """See ``PagedAttentionBackend.attend``."""
-        step = self._step(query, k_pool, v_pool, pages, scale, sliding_window, soft_cap, sinks)
+        step = self._step(query, unscaled(k_pool), unscaled(v_pool), pages, scale, sliding_window, soft_cap, sinks)
         return step.attend(step.decode(jnp.zeros_like(step.query)))
 
     def decode(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -125,7 +127,7 @@ class TritonBackend:
         sinks: jax.Array | None,
     ) -> jax.Array:
         """See ``PagedAttentionBackend.decode``: ``attend`` without the ragged launch."""
-        step = self._step(query, k_pool, v_pool, pages, scale, sliding_window, soft_cap, sinks)
+        step = self._step(query, unscaled(k_pool), unscaled(v_pool), pages, scale, sliding_window, soft_cap, sinks)
         return step.decode(jnp.zeros_like(step.query))
 
     def resolved_target(self) -> GpuTarget:

@@ -490,7 +490,7 @@ def test_every_request_gets_the_tokens_and_logprobs_it_would_get_alone_whatever_
             request = Request(RequestId(i), np.array(prompt), group=group, **options)
         else:
             request = request_of(i, prompt, **options)
-        if control.fits(request.max_kv_tokens):
+        if control.limits.fits(request.max_kv_tokens):
             loop.scheduler.submit(request)
             requests.append(request)
     steps = loop.drain(at_most=4000)

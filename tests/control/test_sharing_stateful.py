@@ -112,7 +112,7 @@ class SharingMachine(RuleBasedStateMachine):
             try:
                 self.scheduler.submit(request)
             except RequestTooLarge:
-                assert not self.control.fits(request.max_kv_tokens)
+                assert not self.control.limits.fits(request.max_kv_tokens)
                 return
             if not request.finished:
                 self.requests.append(request)

@@ -17,8 +17,9 @@ from kv_common.errors import ConfigError
 from kv_control.plan import RequestId
 from kv_control.request import Request
 from kv_execution.attention.reference import ReferenceBackend
+from maxtext_paged.geometry import model_geometry
 from maxtext_paged.loading import init_params, params_from_tree, restore_params
-from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.model import MaxTextPagedModel
 from maxtext_paged.session import PagedSession, open_session
 from maxtext_paged.unscan import StackedSource, is_scanned, locate
 from tests.parity import assert_teacher_forced

@@ -90,7 +90,7 @@ def assemble_scanned(config: Any, params: Any) -> Any:
     from flax.core.spmd import logical_axis_rules
     from maxtext.utils.sharding import nnx_construct_named_sharding
 
-    from maxtext_paged.model import _model_maker
+    from maxtext_paged.geometry import _model_maker
 
     mesh = mesh_of(config, CASE.sizes)
     with logical_axis_rules(config.logical_axis_rules):

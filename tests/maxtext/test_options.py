@@ -20,7 +20,8 @@ from kv_execution.attention.reference import ReferenceBackend
 from maxtext_paged.binding import PagePool, attention_geometry, bind_paged_attention
 from maxtext_paged.config import PagedOptions
 from maxtext_paged.families import SUPPORTED_BLOCKS
-from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.geometry import model_geometry
+from maxtext_paged.model import MaxTextPagedModel
 from maxtext_paged.options import OPTION_TABLE, Verdict, check_options
 from maxtext_paged.session import assemble, open_session
 from maxtext_paged.sizing import pool_size
