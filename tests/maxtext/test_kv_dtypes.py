@@ -164,6 +164,25 @@ def test_callers_caches_have_no_place_for_scales_and_are_refused_by_name() -> No
         MaxTextPagedForCausalLM(vllm_config(cache_dtype="int8"))
 
 
+def test_scales_of_window_layers_live_and_die_with_their_own_groups_pages() -> None:
+    """Gemma 3 on int8 pools whose freed pages hold NaN: pages of both kinds are recycled, with window groups and without."""
+    options = {"paged_tokens_per_page": 4, "paged_num_pages": 24, "paged_max_num_batched_tokens": 8}
+    found = []
+    for switch in ("auto", "off"):
+        config = make_config("gemma3", **OPTIONS | options, paged_kv_dtype="int8", paged_window_pages=switch)
+        session = open_session(config, mesh=make_mesh(config, jax.devices()[:1]), params=dense_model("gemma3").params)
+        leaves = jax.tree.leaves(session.runtime.pools)
+        groups = session.model.leaf_groups if session.model.window_groups else (0,) * len(leaves)
+        pages = [session.model.layout.num_pages, *(group.layout.num_pages for group in session.model.window_groups)]
+        assert [leaf.shape[0] for leaf in leaves] == [pages[group] for group in groups]
+        assert sum(leaf.nbytes for leaf in leaves) == session.model.total_pool_bytes()
+        requests = run(session, prompts(5, new=24)) + run(session, prompts(3, first_id=50, new=12))
+        assert session.runtime.metrics().num_scrubbed_pages
+        found.append(requests)
+        session.close()
+    assert_same(*found, within=1e-5)
+
+
 @pytest.mark.multi_device
 def test_sharded_pools_take_their_scales_along_and_stay_where_they_are() -> None:
     config = config_of("int8", ici_tensor_parallelism=2, ici_fsdp_parallelism=2)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -171,6 +172,27 @@ def test_missing_and_misshapen_parameters_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"layers_1\.mlp\.wo\.kernel is missing") as error:
         params_from_tree(paged_model(), params)
     assert "token_embedder.embedding has shape (100, 64), the model needs (256, 64)" in str(error.value)
+
+
+def test_quantised_weights_are_refused_by_name_and_never_read_as_numbers(tmp_path: Path) -> None:
+    """In place of a kernel, where int8 would be cast without its scale, and as qwix keeps them."""
+    params = jax.tree.map(np.asarray, dense_model().params)
+    query = params["decoder"]["layers_0"]["self_attention"]["query"]
+    kernel = query["kernel"]
+    scale = np.abs(kernel).max() / 127
+    query["kernel"], query["scale"] = np.round(kernel / scale).astype(np.int8), scale
+    wo = params["decoder"]["layers_1"]["mlp"]["wo"]
+    wo["kernel"] = wo["kernel"].astype(jnp.float8_e4m3fn)
+    words = (r"layers_0\.self_attention\.query\.kernel holds int8: quantised", r"wo\.kernel holds float8_e4m3fn")
+    model = paged_model()
+    for words_of_one in words:
+        with pytest.raises(ConfigError, match=words_of_one):
+            params_from_tree(model, params)
+    with pytest.raises(ConfigError, match=words[0]):
+        restore_params(model, save(tmp_path / "items", linen(params)))
+    query["kernel"] = {"array": {"qvalue": query["kernel"], "scale": query.pop("scale")}}
+    with pytest.raises(ConfigError, match=r"layers_0\.self_attention\.query\.kernel is missing"):
+        params_from_tree(model, params)
 
 
 def test_too_few_scanned_layers_are_refused(tmp_path: Path) -> None:
