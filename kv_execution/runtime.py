@@ -28,6 +28,7 @@ from kv_control.plan import RequestHandle, RequestSlice, StepPlan, StepResults
 from kv_execution.compile_events import CompileCounter
 from kv_execution.dispatch import DecodeDispatch, DispatchOutcome
 from kv_execution.group_scrubber import GroupScrubber
+from kv_execution.huge_pages import back_with_huge_pages
 from kv_execution.logit_adjust import OptionTable
 from kv_execution.model import PagedModel, Params, Pools
 from kv_execution.packing import Packing, pack
@@ -201,7 +202,7 @@ class PagedRuntime:
     ) -> None:
         self.model = model
         self.control = control
-        self._params, self._param_leaves = params, jax.tree.leaves(params)
+        self._take_params(params)
         self.params_revision = 0
         self.run_key = run_key
         self._backend = backend
@@ -211,6 +212,7 @@ class PagedRuntime:
         self._compiles = CompileCounter()
         leaves, self._pools_structure = jax.tree.flatten(model.create_pools())
         self._pool_leaves: Sequence[jax.Array] = leaves
+        back_with_huge_pages(leaves)
         self._scrubber = GroupScrubber(
             [model.layout.num_pages, *(pages.allocator.num_pages for pages in control.windows)],
             getattr(model, "leaf_groups", ()) if control.windows else None,
@@ -368,7 +370,11 @@ class PagedRuntime:
         structures: set[object] = {jax.tree.structure(params), jax.tree.structure(self._params)}
         if len(structures) > 1:
             raise ConfigError("these weights are another model's: their tree differs")
+        self._take_params(params)
+
+    def _take_params(self, params: Params) -> None:
         self._params, self._param_leaves = params, jax.tree.leaves(params)
+        back_with_huge_pages(self._param_leaves)
 
     @property
     def pools(self) -> Pools:
@@ -378,6 +384,7 @@ class PagedRuntime:
     @pools.setter
     def pools(self, pools: Pools) -> None:
         self._pool_leaves = jax.tree.leaves(pools)
+        back_with_huge_pages(self._pool_leaves)
 
     @property
     def has_pools(self) -> bool:

@@ -143,7 +143,7 @@ class PagedSession:
         self.driver.settle()
         self.runtime.reset_prefix_cache()
         self.runtime.drop_pools()
-        return self.model.layout.total_pool_bytes()
+        return self.model.total_pool_bytes()
 
     def wake(self) -> None:
         """Take the pools' memory again, after ``sleep``. Nothing compiles."""

@@ -165,7 +165,7 @@ def test_callers_caches_have_no_place_for_scales_and_are_refused_by_name() -> No
 
 
 def test_scales_of_window_layers_live_and_die_with_their_own_groups_pages() -> None:
-    """Gemma 3 on int8 pools whose freed pages hold NaN: pages of both kinds are recycled, with window groups and without."""
+    """Gemma 3 on int8 pools whose freed pages hold NaN: of both kinds are recycled, with window groups and without."""
     options = {"paged_tokens_per_page": 4, "paged_num_pages": 24, "paged_max_num_batched_tokens": 8}
     found = []
     for switch in ("auto", "off"):

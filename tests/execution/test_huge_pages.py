@@ -1,0 +1,58 @@
+"""Arrays move onto huge pages and stay what they are: compared with the kernel's own account of the process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kv_execution.huge_pages import HUGE_PAGE, back_with_huge_pages
+
+SMAPS = Path("/proc/self/smaps")
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def bytes_on_huge_pages(begin: int, end: int) -> int:
+    """Of the mappings that hold these addresses, as the kernel counts them."""
+    total = 0
+    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text()):
+        low, high = (int(number, 16) for number in block.split(maxsplit=1)[0].split("-"))
+        if low < end and begin < high:
+            total += int(re.search(r"AnonHugePages: +(\d+) kB", block)[1]) * 1024
+    return total
+
+
+def kernel_gives_them() -> bool:
+    return SETTING.exists() and "[never]" not in SETTING.read_text() and SMAPS.exists()
+
+
+@pytest.mark.skipif(not kernel_gives_them(), reason="this kernel gives no huge pages")
+def test_neighbouring_arrays_smaller_than_a_huge_page_move_onto_huge_pages_and_keep_their_values() -> None:
+    arrays = [jax.jit(lambda i: jnp.full((640, 512), i, jnp.float32))(float(i)) for i in range(24)]  # 1.25 MiB each
+    jax.block_until_ready(arrays)
+    places = [array.unsafe_buffer_pointer() for array in arrays]
+    begin, end = min(places), max(places) + arrays[0].nbytes
+    before = bytes_on_huge_pages(begin, end)
+    moved = back_with_huge_pages(arrays)
+    if not moved:
+        pytest.skip("the kernel had no huge page left, or is older than 6.1")
+    assert moved % HUGE_PAGE == 0 and moved > sum(array.nbytes for array in arrays) // 2
+    assert bytes_on_huge_pages(begin, end) >= min(moved, before + HUGE_PAGE)
+    assert [array.unsafe_buffer_pointer() for array in arrays] == places
+    for i, array in enumerate(arrays):
+        assert (np.asarray(array) == i).all()
+
+
+def test_a_kernel_that_says_never_or_nothing_is_not_asked(tmp_path: Path) -> None:
+    array = jnp.zeros(4 * HUGE_PAGE // 4)
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    assert back_with_huge_pages([array], setting=tmp_path / "enabled") == 0
+    assert back_with_huge_pages([array], setting=tmp_path / "missing") == 0
+
+
+def test_what_is_no_array_of_a_cpu_is_passed_over() -> None:
+    assert back_with_huge_pages([jax.ShapeDtypeStruct((HUGE_PAGE,), jnp.float32), None, jnp.zeros(0)]) == 0
