@@ -12,6 +12,10 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "attention.h"
 
 namespace paged {

@@ -14,6 +14,10 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "attention.h"
 #include "products.h"
 
