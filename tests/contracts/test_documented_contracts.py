@@ -1,4 +1,4 @@
-"""docs/contracts.md names tests that exist, docs/operating.md quotes log lines that the code prints, and ADRs are listed."""
+"""docs/contracts.md names tests that exist, docs/operating.md quotes what the code prints, and ADRs are listed."""
 
 from __future__ import annotations
 
