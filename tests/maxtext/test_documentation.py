@@ -229,6 +229,14 @@ def test_the_api_page_has_every_public_name_and_the_operating_guide_every_option
     assert [name for name in PagedOptions.model_fields if f"`{name}`" not in guide] == []
 
 
+def test_the_readmes_figures_are_those_of_the_performance_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").split("## How it differs")[1].split("## Limits")[0]
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    figures = set(re.findall(r"(\d+\.\d+)\?", readme))
+    assert len(figures) > 6
+    assert {figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", page)} == set()
+
+
 # --- what runs ---------------------------------------------------------------------------------------------
 
 PYTHON_PAGES = [page for page in blocks("python") if page not in {*PYTHON_ELSEWHERE, *PYTHON_NOT_RUN}]
