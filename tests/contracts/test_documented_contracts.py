@@ -65,27 +65,38 @@ def test_a_test_that_was_renamed_would_be_seen() -> None:
     ]
 
 
+def docstrings(tree: ast.AST) -> set[int]:
+    """Nodes that describe and are not printed."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
 def printed_texts() -> str:
-    """Every text in the packages' code, pieces of formatted ones end to end, gaps as a mark."""
+    """Every text in the packages' code but docstrings, pieces of formatted ones end to end, gaps as a mark."""
     found = []
     for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        described = docstrings(tree)
+        for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
                 parts = (str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
                 found.append("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in described:
                 found.append(re.sub(r"%(?:\.\d+)?[a-z]", "\0", node.value))
     return "\n".join(found)
 
 
 def unprinted(lines: list[str], texts: str) -> list[str]:
-    """Quoted lines with a piece between dots and marks that no text of the code has."""
-    return [
-        f"{line}: {piece!r}"
-        for line in lines
-        for piece in (piece.strip() for piece in re.split(r"\.\.\.|[:;,] |\(", line))
-        if len(piece) >= SHORTEST_PIECE and piece not in texts
-    ]
+    """Quoted lines with a piece that no text of the code has.
+
+    A piece ends at dots; where it is not found as a whole, since the code has a gap of its own in it, also behind
+    colons, semicolons and commas.
+    """
+    found = []
+    for line in lines:
+        for whole in (piece.strip() for piece in line.split("...")):
+            pieces = [whole] if whole in texts else re.split(r"(?<=[:;,]) |(?=\()", whole)
+            found += [f"{line}: {piece!r}" for piece in pieces if len(piece) >= SHORTEST_PIECE and piece not in texts]
+    return found
 
 
 def quoted_lines() -> list[str]:
@@ -101,9 +112,8 @@ def test_every_quoted_log_line_is_one_that_the_code_prints() -> None:
 
 
 def test_a_line_that_nothing_prints_would_be_seen() -> None:
-    assert unprinted(["KV pool: ... pages of ... elephants"], printed_texts()) == [
-        "KV pool: ... pages of ... elephants: 'elephants'"
-    ]
+    line = "KV pools: ... pages of ... elephants"
+    assert unprinted([line], printed_texts()) == [f"{line}: 'KV pools:'", f"{line}: 'elephants'"]
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "adr").glob("0*.md")), ids=lambda path: path.stem)
