@@ -225,4 +225,5 @@ class Admission:
         if begin >= num_prompt:
             generated: NDArray[np.float32] = row[begin:end]
             return generated
-        return np.concatenate([request.prompt_logprobs[begin:end], row[num_prompt:end]])
+        both: NDArray[np.float32] = np.concatenate([request.prompt_logprobs[begin:end], row[num_prompt:end]])
+        return both

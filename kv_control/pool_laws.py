@@ -85,7 +85,7 @@ def check_window_pages(control: ControlPlane, pages: WindowPages) -> None:
         raise InvariantError(f"pages of window {group.window} are neither free, held nor retained")
 
 
-def require_none(found: NDArray[np.integer], law: str) -> None:
+def require_none(found: NDArray[np.integer[Any]], law: str) -> None:
     """Raise if anything was found that breaks a law."""
     if len(found):
         raise InvariantError(f"{law}: {found.tolist()}")
