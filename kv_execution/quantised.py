@@ -22,16 +22,18 @@ own K and V alone; what was written is never touched again, and a hit reads exac
 *The rule.* For one head of one token, with ``largest`` = 127 (int8) or 448 (fp8)::
 
     amax    = max |x|                           scale = amax * float32(1 / largest)
-    stored  = x / scale, to the nearest, ties to even
+    stored  = x * float32(1 / scale), to the nearest, ties to even
     read as stored * scale
 
-- Nothing saturates: the scale is rounded, so ``amax / scale`` may pass ``largest``, but by less than a millionth of it,
-  and is rounded to it.
+- Nothing saturates: the scale is rounded, so ``amax * (1 / scale)`` may pass ``largest``, but by less than a millionth
+  of it, and is rounded to it.
 - ``amax`` below 2**-100 is a row of zeros, with scale 0: no division by nothing, no subnormal scale, which some
   threads flush and others do not.
 - A row with a NaN or an infinity has the scale NaN, and so is NaN throughout: 8 bits cannot hold either, and a number
   that looks healthy would hide a sick request.
-- Every operation in it is exactly rounded or exact, so the same row gives the same bits in every program.
+- Every operation in it is exactly rounded or exact, so the same row gives the same bits in every program. That is why
+  it multiplies: a division by a scale that many numbers share is a multiplication by its reciprocal once XLA has
+  simplified it, and rounds otherwise near a tie.
 
 A zeroed page reads as zeros and a poisoned one (scale NaN) as NaN, as in any pool. fp8 is held as bits because XLA:CPU
 converts a whole fp8 array, twice, wherever an operation of its own touches a part of it.
@@ -126,7 +128,7 @@ def quantise(rows: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     live = finite & (magnitude >= np.float32(SMALLEST_AMAX).view(np.uint32))
     # A constant's reciprocal, as XLA would make of a division by it: said here so that everyone multiplies.
     scale = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(1.0 / largest)
-    scaled = jnp.where(live, rows / jnp.where(live, scale, 1.0), 0.0)
+    scaled = jnp.where(live, rows * (1.0 / jnp.where(live, scale, 1.0)), 0.0)
     values = jnp.round(scaled).astype(held) if held == jnp.int8 else _bits_of_float8(scaled)
     return values, jnp.where(live, scale, jnp.where(finite, 0.0, jnp.nan))
 

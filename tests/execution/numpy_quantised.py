@@ -25,7 +25,7 @@ def stored(rows: NDArray[np.float32], dtype: str) -> tuple[NDArray, NDArray[np.f
     live = amax >= 2.0**-100
     scales = np.where(live, amax * np.float32(1 / LARGEST[dtype]), np.float32(0))
     scaled = np.zeros_like(rows)
-    np.divide(rows, scales, out=scaled, where=np.broadcast_to(live, rows.shape))
+    np.multiply(rows, np.float32(1) / np.where(live, scales, 1), out=scaled, where=np.broadcast_to(live, rows.shape))
     scaled = np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])
     values = np.rint(scaled).astype(np.int8) if dtype == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn)
     return values.view(np.int8 if dtype == "int8" else np.uint8), np.where(finite, scales, np.float32(np.nan))

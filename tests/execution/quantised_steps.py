@@ -48,14 +48,15 @@ def run_quantised(
     sinks: Any = None,
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = (),
+    activations: str = "float32",
 ) -> tuple[NDArray[np.float32], QuantisedPool, QuantisedPool]:
     """Append to pools of ``dtype`` and attend: output, float32 ``[T, heads, dim]``, and the pools."""
     program = program_of(backend, options, mesh, axes)
     pools = pool_of(step.k_pool, dtype), pool_of(step.v_pool, dtype)
-    output, k_pool, v_pool = program(
-        step.query, step.key, step.value, *pools, PageMetadata.from_table(step.table), sinks
-    )
-    return np.asarray(output), k_pool, v_pool
+    tokens = (jnp.asarray(x, activations) for x in (step.query, step.key, step.value))
+    output, k_pool, v_pool = program(*tokens, *pools, PageMetadata.from_table(step.table), sinks)
+    assert output.dtype == activations
+    return np.asarray(output, np.float32), k_pool, v_pool
 
 
 def written(backend: PagedAttentionBackend, request: Request, chunks: Sequence[int], dtype: str) -> QuantisedPool:

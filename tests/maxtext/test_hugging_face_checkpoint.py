@@ -91,7 +91,7 @@ def test_safetensors_through_maxtexts_converter_are_the_same_model_on_paged_pool
     save_file(hugging_face_weights(weights), tmp_path / "hf" / "model.safetensors")
     command = [sys.executable, "-m", "maxtext.checkpoint_conversion.to_maxtext", BASE, *MODEL]
     command += [f"base_output_directory={tmp_path / 'maxtext'}", "--lazy_load_tensors=true", "--save_dtype=float32"]
-    command += [f"--hf_model_path={tmp_path / 'hf'}", "--simulated_cpu_devices_count=1"]
+    command += [f"--hf_model_path={tmp_path / 'hf'}", "--simulated_cpu_devices_count=2"]
     done = subprocess.run(
         command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, cwd=tmp_path, capture_output=True, text=True, check=False
     )
