@@ -31,7 +31,9 @@ ORDINARY = Case("bfloat16", 128, 4)
 QUANTISED = Case("float8_e4m3fn", 64, 4)
 
 
-@pytest.mark.parametrize("case", [ORDINARY, QUANTISED], ids=["plain", "quantised"])
+@pytest.mark.parametrize(
+    "case", [ORDINARY, pytest.param(QUANTISED, marks=pytest.mark.long)], ids=["plain", "quantised"]
+)
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_common_geometry_keeps_within_its_ceilings(name, case):
     found = list(compiled([name], [case]))

@@ -41,7 +41,7 @@ def opened(**options: Any) -> PagedSession:
     return open_session(config, mesh=make_mesh(config), params=dense_model(FAMILY).params)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["ahead", "in turn"])
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.long)], ids=["ahead", "in turn"])
 def session(request: pytest.FixtureRequest) -> Iterator[PagedSession]:
     session = opened(paged_async_scheduling=request.param)
     yield session
