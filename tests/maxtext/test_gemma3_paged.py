@@ -52,13 +52,17 @@ def directory() -> Path:
     return converted_gemma3(ROOT / ".cache" / "models")
 
 
-@pytest.fixture(scope="module")
-def engine(directory: Path) -> PagedSession:
+def opened(directory: Path, **options: Any) -> PagedSession:
     if native_available() is not None:
         pytest.skip(str(native_available()))
-    argv = ["test", str(directory / "config.yml"), *(f"{key}={value}" for key, value in OPTIONS.items())]
+    argv = ["test", str(directory / "config.yml"), *(f"{key}={value}" for key, value in (OPTIONS | options).items())]
     argv += ["run_name=t", "hardware=cpu", "log_config=false", "base_output_directory=unused"]
     return open_session(pyconfig.initialize(argv, config_class=PagedMaxTextConfig))
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> PagedSession:
+    return opened(directory)
 
 
 def assert_records_tokens(request: Request, record: dict[str, Any]) -> None:
@@ -101,3 +105,28 @@ def test_the_converted_tokenizer_gives_the_ids_that_sentencepiece_gave(directory
     for record in RECORDS:
         assert tokenizer.encode(record["prompt_text"]) == record["prompt"], record["name"]
         assert tokenizer.decode(record["new"], skip_special_tokens=False) == record["new_text"], record["name"]
+
+
+def test_at_2048_tokens_local_layers_hold_their_window_and_the_tokens_are_those_of_full_tables(directory: Path) -> None:
+    """Pages are counted in each layer; the yardstick keeps every page of all 18 layers (``paged_window_pages=off``)."""
+    prompt = np.resize(max((record["prompt"] for record in RECORDS), key=len), 2040)
+    pages, tokens = {}, {}
+    for switch in ("auto", "off"):
+        options = {"max_target_length": 2112, "paged_num_pages": 132, "paged_max_num_batched_tokens": 256}
+        session = opened(directory, paged_window_pages=switch, **options)
+        request = Request(RequestId(0), prompt, max_tokens=16, ignore_eos=True)
+        session.driver.submit(request)
+        while request.num_generated < 9:  # the ninth is sampled from 2,048 written ones
+            session.driver.step()
+        session.driver.settle()
+        control = session.control.metrics()
+        pages[switch] = control.num_held_pages * session.model.layout.num_layers
+        pages[switch] += sum(window.num_held_pages * window.num_layers for window in control.windows)
+        list(session.driver.run())
+        tokens[switch] = request.tokens.tolist()
+        session.close()
+    print(f"layer-pages at about 2,048 tokens: {pages}")
+    assert tokens["auto"] == tokens["off"]
+    full, window = -(-2050 // 16), WINDOW // 16
+    assert full * 3 + window * 15 <= pages["auto"] <= full * 3 + (window + 2) * 15
+    assert pages["off"] in (128 * 18, 129 * 18)
