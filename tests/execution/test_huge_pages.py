@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kv_execution import runtime as runtime_module
 from kv_execution.huge_pages import HUGE_PAGE, back_with_huge_pages
+from tests.fakes import make_driver
 
 SMAPS = Path("/proc/self/smaps")
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -54,3 +56,19 @@ def test_a_kernel_that_says_never_or_nothing_is_not_asked(tmp_path: Path) -> Non
 
 def test_what_is_no_array_of_a_cpu_is_passed_over() -> None:
     assert back_with_huge_pages([jax.ShapeDtypeStruct((HUGE_PAGE,), jnp.float32), None, jnp.zeros(0)]) == 0
+
+
+def test_a_runtime_moves_its_weights_and_pools_and_whatever_takes_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    monkeypatch.setattr(
+        runtime_module, "back_with_huge_pages", lambda arrays: moved.extend(id(array) for array in arrays)
+    )
+    runtime = make_driver(8).runtime
+    params = runtime.params
+    assert {id(leaf) for leaf in jax.tree.leaves((params, runtime.pools))} <= set(moved)
+    others = jax.tree.map(lambda leaf: leaf + 0, params)
+    runtime.update_params(others)
+    assert {id(leaf) for leaf in jax.tree.leaves(others)} <= set(moved)
+    runtime.drop_pools()
+    runtime.pools = again = runtime.model.create_pools()
+    assert {id(leaf) for leaf in jax.tree.leaves(again)} <= set(moved)

@@ -83,6 +83,8 @@ def test_local_layers_have_a_pool_of_their_own_and_global_ones_have_the_other(se
     assert sum(shape == 34 for shape in shapes) == sum(session.model.leaf_groups)
     held = sum(leaf.nbytes for pair in session.model.layers_of_pools(session.runtime.pools) for leaf in pair)
     assert session.model.total_pool_bytes() == held
+    assert session.sleep() == held
+    session.wake()
 
 
 def test_prefix_hits_inside_and_far_outside_the_window_are_denses(session: PagedSession) -> None:
