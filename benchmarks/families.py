@@ -32,8 +32,9 @@ from kv_control.plan import RequestId
 from kv_control.request import Request
 from kv_execution.metadata import PageMetadata, SamplingInputs, StepInputs
 from kv_execution.native.library import native_available
+from maxtext_paged.assembly import assemble
 from maxtext_paged.families import SUPPORTED_BLOCKS, require_supported_block
-from maxtext_paged.session import PagedSession, assemble, open_session
+from maxtext_paged.session import PagedSession, open_session
 from tests.parity import assert_teacher_forced
 from tests.tiny_models import DenseModel, dense_model, make_config, make_mesh, mesh_of
 

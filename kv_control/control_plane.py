@@ -8,7 +8,6 @@ May import: the standard library, numpy, kv_common.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,26 +23,23 @@ from kv_control.dirty_pages import DirtyPages
 from kv_control.limits import PoolLimits
 from kv_control.metrics import ControlCounters, ControlMetrics, pool_metrics
 from kv_control.page_map import PageMap
-from kv_control.plan import RequestHandle, RequestSlice, Reservation, ScrubbedReservation, StepBatch, StepPlan
+from kv_control.plan import (
+    PageChores,
+    RequestHandle,
+    RequestSlice,
+    Reservation,
+    ScrubbedReservation,
+    StepBatch,
+    StepPlan,
+)
 from kv_control.prefix_index import PageNode, PrefixIndex
 from kv_control.sharing import PageSharing
+from kv_control.step_protocol import StepProtocol, lengths_after
 from kv_control.window_groups import WindowGroups
 from kv_control.window_metrics import window_metrics
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class _Current:
-    """The one reservation that may still be confirmed, planned, committed or cancelled."""
-
-    reservation: Reservation
-    num_added: Int64
-    window_added: tuple[Int64, ...]
-    length: Int64
-    scrubbed: ScrubbedReservation | None = None
-    plan: StepPlan | None = None
 
 
 class ControlPlane:
@@ -105,8 +101,7 @@ class ControlPlane:
         self.counters = ControlCounters()
         self._dirty = DirtyPages(self.allocator)
         self._written = np.zeros(max_num_seqs, np.int64)
-        self._serial = 0
-        self._current: _Current | None = None
+        self._steps = StepProtocol()
 
     # --- sizes ---------------------------------------------------------------------------------------
 
@@ -287,7 +282,8 @@ class ControlPlane:
           RequestTooLarge: a slice reaches beyond the context.
         """
         batch = StepBatch.of(slices)
-        length = self._check_step(batch)
+        self.page_map.require_live(batch.rows, batch.epochs)
+        length = lengths_after(batch, self._written, self.limits)
         needed = pages_for_tokens(length, self.layout.tokens_per_page)
         if needed.sum() > self.limits.max_step_references:
             return None
@@ -305,12 +301,14 @@ class ControlPlane:
         self.page_map.extend_rows(rows, added, pages)
         self._dirty.note(pages)
         self.windows.extend(rows, window_added)
-        self._serial += 1
-        reservation = Reservation(
-            batch, self._dirty.held(), self.sharing.copies.pending, self._serial, self.windows.chores()
+        return self._steps.begin(
+            batch,
+            PageChores(self._dirty.held(), self.sharing.copies.pending),
+            self.windows.chores(),
+            num_added=added,
+            window_added=window_added,
+            length=length,
         )
-        self._current = _Current(reservation, added, window_added, length)
-        return reservation
 
     def confirm_scrubbed(self, reservation: Reservation) -> ScrubbedReservation:
         """Record that the reservation's dirty pages were overwritten; called after the scrub was dispatched.
@@ -318,9 +316,7 @@ class ControlPlane:
         Raises:
           PageStateError: the reservation is not the current one, or was confirmed already.
         """
-        current = self._require_current(reservation.serial)
-        if current.scrubbed is not None:
-            raise PageStateError(f"reservation {reservation.serial} was confirmed already")
+        current = self._steps.to_confirm(reservation)
         self.allocator.confirm_scrubbed(reservation.dirty_pages)
         self.sharing.copies.made(reservation.copies)
         self.windows.done(reservation.windows)
@@ -339,11 +335,7 @@ class ControlPlane:
             confirmed, or was planned already.
           StaleHandleError: a request of the step was released since it was reserved.
         """
-        current = self._require_current(scrubbed.serial)
-        if current.scrubbed is not scrubbed:
-            raise PageStateError(f"reservation {scrubbed.serial} was never confirmed as scrubbed")
-        if current.plan is not None:
-            raise PageStateError(f"reservation {scrubbed.serial} was planned already")
+        current = self._steps.to_plan(scrubbed)
         batch = scrubbed.slices
         self.page_map.require_live(batch.rows, batch.epochs)
         needed = pages_for_tokens(current.length, self.layout.tokens_per_page)
@@ -378,13 +370,11 @@ class ControlPlane:
           PageStateError: the plan is not the current one, or was committed already.
           StaleHandleError: a request of the step was released since it was planned.
         """
-        current = self._current
-        if current is None or current.plan is not plan:
-            raise PageStateError("this plan was committed already, or a later reservation superseded it")
+        current = self._steps.to_commit(plan)
         self.page_map.require_live(plan.slices.rows, plan.slices.epochs)
         self._written[plan.slices.rows] = current.length
         self.windows.slide(plan.slices.rows, current.length)
-        self._current = None
+        self._steps.end()
 
     def cancel(self, reservation: Reservation) -> Int32:
         """Give back the pages that an unplanned reservation added.
@@ -395,9 +385,7 @@ class ControlPlane:
         Raises:
           PageStateError: the reservation is not the current one, or was planned already.
         """
-        current = self._require_current(reservation.serial)
-        if current.plan is not None:
-            raise PageStateError(f"reservation {reservation.serial} was planned already: release its requests instead")
+        current = self._steps.to_cancel(reservation)
         dropped = [np.zeros(0, np.int32)]
         for i in range(len(reservation.slices)):
             handle = reservation.slices.handle(i)
@@ -406,32 +394,5 @@ class ControlPlane:
                 if current.num_added[i]:
                     keep = self.page_map.num_pages(handle) - int(current.num_added[i])
                     dropped.append(self.page_map.truncate(handle, keep))
-        self._current = None
+        self._steps.end()
         return self.allocator.free(np.concatenate(dropped))
-
-    def _require_current(self, serial: int) -> _Current:
-        if self._current is None or self._current.reservation.serial != serial:
-            raise PageStateError(
-                f"reservation {serial} is not the current one: it was committed, cancelled or superseded"
-            )
-        return self._current
-
-    def _check_step(self, batch: StepBatch) -> Int64:
-        """int64 ``[num_reqs]``, each request's tokens once the step has run, checked against what is written."""
-        rows, start, num_new = batch.rows, batch.start, batch.num_tokens
-        self.page_map.require_live(rows, batch.epochs)
-        if len(rows) and np.bincount(rows).max() > 1:
-            raise PageStateError(f"two slices of one step share a request: rows {rows.tolist()}")
-        if (num_new < 1).any():
-            raise PageStateError(f"row {rows[(num_new < 1).argmax()]}: a slice without tokens")
-        wrong = start != self._written[rows]
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise PageStateError(
-                f"row {rows[i]}: the slice starts at position {start[i]}, "
-                f"but {self._written[rows[i]]} tokens are written"
-            )
-        length = start + num_new
-        if len(rows) and int(length.max()) > self.limits.max_model_len:
-            self.limits.check_fits(int(length.max()))
-        return length

@@ -1,7 +1,7 @@
 """A MaxText model as shapes alone: built without a weight, and what its attention and its weights say of it.
 
 For:        what can be known, and refused, before anything is allocated.
-Not for:    running it (model.py), page counts and budgets (sizing.py, session.py).
+Not for:    running it (model.py), page counts and budgets (sizing.py, assembly.py).
 May import: kv_common, kv_control, kv_execution, jax, flax, maxtext.
 """
 

@@ -23,11 +23,11 @@ from kv_common.dtypes import scale_bits
 from kv_common.errors import ConfigError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.sharding import head_shards
+from maxtext_paged.assembly import backend_of, paging_config, products_of
 from maxtext_paged.config import PagedMaxTextConfig, PagedOptions
 from maxtext_paged.geometry import model_geometry
 from maxtext_paged.model import MaxTextPagedModel
 from maxtext_paged.options import check_options
-from maxtext_paged.session import backend_of, paging_config, products_of
 
 MODEL_AXIS = "model"
 """The mesh axis of tensor parallelism in MaxText's configs/inference/vllm.yml and in tpu-inference."""

@@ -20,7 +20,7 @@ from maxtext_paged.cli.environment import import_maxtext, prepare_environment
 from maxtext_paged.window_sizing import describe_group
 
 if TYPE_CHECKING:
-    from maxtext_paged.session import PagedAssembly
+    from maxtext_paged.assembly import PagedAssembly
 
 PACKAGES = ("maxtext-paged", "maxtext", "jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers")
 _MIB = 2**20
@@ -92,7 +92,7 @@ def model(config: Any) -> Iterator[str]:
     Raises:
       ConfigError, UnsupportedError: it cannot run.
     """
-    from maxtext_paged.session import assemble
+    from maxtext_paged.assembly import assemble
     from maxtext_paged.tokenizer import load_tokenizer
 
     yield from (_line(*fact) for fact in assembly_facts(assemble(config)))

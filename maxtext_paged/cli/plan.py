@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_arguments(arguments.config, arguments.overrides)
     prepare_environment(logging.WARNING)
     import_maxtext()
-    from maxtext_paged.session import assemble
+    from maxtext_paged.assembly import assemble
 
     plan = plan_of(assemble(load_configuration(arguments.config, arguments.overrides)))
     if arguments.json:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from maxtext_paged import model, session
+from maxtext_paged.assembly import assemble
 from maxtext_paged.cli.plan import plan_of, show
-from maxtext_paged.session import assemble
 from tests.cli_runs import driver, environment, finished
 from tests.tiny_models import make_config, make_mesh
 

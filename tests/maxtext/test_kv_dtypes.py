@@ -14,7 +14,8 @@ from kv_common.errors import UnsupportedError
 from kv_control.plan import RequestId, SamplingSpec
 from kv_control.request import Request
 from kv_execution.native.library import native_available
-from maxtext_paged.session import PagedSession, assemble, open_session
+from maxtext_paged.assembly import assemble
+from maxtext_paged.session import PagedSession, open_session
 from tests.parity import assert_teacher_forced
 from tests.tiny_models import dense_model, make_config, make_mesh
 

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh
 
 from kv_common.errors import ConfigError, LayoutError, UnsupportedError
 from maxtext_paged import geometry
+from maxtext_paged.assembly import assemble
 from maxtext_paged.geometry import model_geometry
 from maxtext_paged.mesh_axes import REFUSED_AXES, check_mesh
-from maxtext_paged.session import assemble
 from tests.tiny_models import make_config, mesh_of
 
 pytestmark = pytest.mark.maxtext

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kv_common.namespace import CacheNamespace
+from maxtext_paged.assembly import assemble
 from maxtext_paged.namespace import cache_namespace, rope_identity, weights_fingerprint
-from maxtext_paged.session import assemble
 from tests.tiny_models import dense_model, make_config, make_mesh
 
 pytestmark = pytest.mark.maxtext
