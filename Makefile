@@ -53,7 +53,10 @@ types: venv  ## strict where the house is ours alone, looser beside untyped upst
 doctest: venv  ## the examples in docstrings
 	JAX_PLATFORMS=cpu $(PYTEST) -q --doctest-modules --ignore=kv_execution/attention/triton_kernels kv_common kv_control kv_execution
 
-check-fast: lint contracts types doctest  ## all of `check` but the tests
+docs: venv  ## the documentation's site in site/, warnings as errors (reads sources, imports none of them)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check-fast: lint contracts types doctest docs  ## all of `check` but the tests
 
 check: check-fast test  ## is it good? one answer
 
@@ -65,6 +68,6 @@ lock: venv  ## rewrite requirements/cpu.txt from pyproject.toml (keeps locked ve
 	sh scripts/lock
 
 clean:  ## caches and outputs; keeps .venv and the converted model
-	rm -rf .cache/jax .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist out
+	rm -rf .cache/jax .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist out site
 
-.PHONY: help venv demo test test-gpu lint contracts types doctest check-fast check format lock clean
+.PHONY: help venv demo test test-gpu lint contracts types doctest docs check-fast check format lock clean

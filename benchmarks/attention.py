@@ -30,7 +30,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from kv_common.dtypes import bytes_of, scale_bits
 from kv_common.page_table import KvPageTableV1, PageRow, pack_page_table
 from kv_execution.attention.api import PagedAttentionBackend
 from kv_execution.attention.native import NativeBackend, native_threads
@@ -38,12 +40,16 @@ from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.dispatch import DecodeDispatch, SplitFloors
 from kv_execution.metadata import PageMetadata
 from kv_execution.native.library import LaunchCounts, native_library
+from kv_execution.quantised import KvPool, QuantisedPool, storage_dtype
 from kv_execution.split_plan import SplitPlanCache
 
 SHAPES = {"9/3x64": (9, 3, 64), "32/8x128": (32, 8, 128), "8/8x128": (8, 8, 128), "16/2x64": (16, 2, 64)}
 """Query heads / KV heads x head size; the first is SmolLM2-135M's."""
 
 CONTEXTS, BATCHES, DTYPES = (256, 1024, 4096, 16384), (1, 4, 16), ("float32", "bfloat16")
+QUANTISED = ("float8_e4m3fn", "int8")
+"""Dtypes that are measured when they are asked for."""
+
 PAGE_SIZE = 16
 COLD_BYTES = 256 << 20
 """Calls walk through at least so many bytes of pages before they come back to one."""
@@ -117,6 +123,15 @@ def tables(kind: str, context: int, batch: int, token_bytes: int) -> tuple[list[
     return made, num_pages
 
 
+def random_pool(key: jax.Array, shape: tuple[int, ...], dtype: str) -> KvPool:
+    """A pool of random numbers, none of them NaN; quantised ones by their bits, to need no float32 pool on the way."""
+    if not scale_bits(dtype):
+        return jax.random.normal(key, shape, dtype)
+    bits = jax.random.bits(key, shape, "uint8") & np.uint8(0xFF if dtype == "int8" else 0xBF)
+    values = lax.bitcast_convert_type(bits, storage_dtype(dtype))
+    return QuantisedPool(values, jnp.full((*shape[:3], 1), 1 / 64, jnp.float32))
+
+
 def timed(call: Callable[[int], Any], *, budget: float, least: int = 5, most: int = 200) -> list[float]:
     """Seconds of each call, after two that do not count."""
     for i in range(2):
@@ -157,13 +172,12 @@ def measure(
 ) -> Iterator[Cell]:
     """Time each arm on one problem."""
     heads, kv_heads, dim = SHAPES[shape]
-    itemsize = jnp.dtype(dtype).itemsize
-    token_bytes = 2 * kv_heads * dim * itemsize
+    token_bytes = 2 * kv_heads * (bytes_of(dim, dtype) + scale_bits(dtype) // 8)
     made, num_pages = tables(kind, context, batch, token_bytes)
     metadata = [jax.device_put(PageMetadata.from_table(table)) for table in made]
     keys = jax.random.split(jax.random.key(0), 3)
-    pools = [jax.random.normal(key, (num_pages, PAGE_SIZE, kv_heads, dim), dtype) for key in keys[:2]]
-    query = jax.random.normal(keys[2], (made[0].num_tokens, heads, dim), dtype)
+    pools = [random_pool(key, (num_pages, PAGE_SIZE, kv_heads, dim), dtype) for key in keys[:2]]
+    query = jax.random.normal(keys[2], (made[0].num_tokens, heads, dim), "float32" if scale_bits(dtype) else dtype)
     backends: dict[str, PagedAttentionBackend] = {
         "native": NativeBackend(),
         "native-whole": NativeBackend(None, NEVER, NEVER),
@@ -241,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--prefill", nargs="+", type=int, default=(512,), help="prompt lengths of the prefill cells")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--dtypes", nargs="+", choices=(*DTYPES, *QUANTISED), default=DTYPES)
     parser.add_argument("--arms", nargs="+", default=("native", "native-whole", "reference"))
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds a cell")
     parser.add_argument("--json", type=Path, help="write the record here")

@@ -8,7 +8,7 @@ May import: the standard library, numpy, jax, kv_common, kv_execution.
     python -m benchmarks.attention --device gpu --contexts 4096 --batches 16
 
 Bytes are the visible keys and values, once each, and queries and outputs. Leaves with status 1 if an arm did not run
-the kernel it is named after, or ran one that it is not, and 2 without a GPU. See docs/operating.md.
+the kernel it is named after, or ran one that it is not, and 2 without a GPU. See docs/gpus.md.
 """
 
 from __future__ import annotations

@@ -141,11 +141,11 @@ def run_arm(options: argparse.Namespace) -> dict[str, Any]:
         raise WrongPath(f"the fused arm launched {launches}")
     if options.arm == "gather" and (launches.fused or launches.whole or launches.tiles):
         raise WrongPath(f"the gather arm launched native kernels: {launches}")
-    layout = session.model.layout
+    layout, pool_bytes = session.model.layout, session.model.device_pool_bytes()
     return {
         "arm": options.arm,
         "backend": f"{session.backend.name} ({session.backend.reason})",
-        "pool": f"{layout.num_pages} pages of {layout.tokens_per_page} tokens, {layout.device_pool_bytes()} bytes "
+        "pool": f"{layout.num_pages} pages of {layout.tokens_per_page} tokens, {pool_bytes} bytes "
         f"({session.pool.reason})",
         "launches": launches,
         "cells": done,

@@ -84,13 +84,14 @@ def run_arm(session: PagedSession, prompts: Sequence[np.ndarray], num_steps: int
     if failed:
         raise ParityError(f"{session.backend.name}: {failed[0]}")
     decodes = {kind: count - decoded.get(kind, 0) for kind, count in session.decode.counts.items()}
-    layout, low_high = session.model.layout, np.percentile(times, [10, 90])
+    model, low_high = session.model, np.percentile(times, [10, 90])
+    steps = sum(decodes.values()) // len(session.decode.windows)
     return Arm(
         backend=session.backend.name,
         tokens=[request.tokens[len(prompt) :].tolist() for request, prompt in zip(requests, prompts, strict=True)],
         decodes=decodes,
         launches=native_library().counts().since(before),
-        expected_launches=sum(decodes.values()) // len(session.decode.windows) * layout.num_layers * layout.num_devices,
+        expected_launches=steps * model.num_layers * model.layout.num_devices,
         decode_step_seconds=median(times),
         decode_step_spread=float((low_high[1] - low_high[0]) / median(times)),
         seconds=time.perf_counter() - started,

@@ -126,7 +126,7 @@ def paged_record(options: argparse.Namespace, trace: list[Asked], *, cached: boo
     layout = session.model.layout
     return record | {
         "kv_budget_bytes": budget,
-        "kv_bytes": layout.device_pool_bytes() + session.pool.workspace_bytes,
+        "kv_bytes": session.model.device_pool_bytes() + session.pool.workspace_bytes,
         "room": f"{layout.num_pages} pages of {layout.tokens_per_page} tokens ({session.pool.reason})",
         "kind": "capacity" if counts.preemptions else "throughput",
         "preemptions": counts.preemptions,

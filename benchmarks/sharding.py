@@ -35,18 +35,6 @@ BASE, VLLM = "base.yml", "inference/vllm.yml"
 RELATIVE_ERROR = 2e-5
 """Two orders of float32 summation, as a share of the largest logit."""
 
-BLOCKS.setdefault(
-    "qwen3_moe",
-    {
-        "decoder_block": "qwen3_moe",
-        "use_qk_norm": True,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "base_moe_mlp_dim": 64,
-        "norm_topk_prob": True,
-        "sparse_matmul": False,
-    },
-)
 MODELS = {
     "llama2": "plain",
     "qwen3": "qk-norm",
@@ -128,7 +116,9 @@ def options_of(model: str, kv_heads: int) -> dict[str, Any]:
         "base_mlp_dim": 2 * emb,
         "vocab_size": vocab,
     }
-    return sizes | ({"base_moe_mlp_dim": emb} if "num_experts" in BLOCKS[model] else {})
+    # Dense experts: ragged_dot is refused where an axis shards experts.
+    experts = {"base_moe_mlp_dim": 2 * emb, "sparse_matmul": False}
+    return sizes | (experts if "num_experts" in BLOCKS[model] else {})
 
 
 @functools.cache
@@ -192,7 +182,7 @@ def run_case(model: str, case: MeshCase, backend: str) -> Outcome:
         head_axes=session.model.head_axes,
         head_shards=layout.head_shards,
         pool_replicas=layout.pool_replicas,
-        counted_bytes=layout.total_pool_bytes(),
+        counted_bytes=session.model.total_pool_bytes(),
         held_bytes=sum(held.values()),
         device_bytes=tuple(sorted(set(held.values()))),
     )

@@ -29,9 +29,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention.triton_backend import TritonBackend
 from kv_execution.attention.triton_bridge import GpuTarget, KernelLaunch, compile_options, signature, triton_target
 from kv_execution.metadata import PageMetadata
+from kv_execution.pool import pool_struct
+from kv_execution.quantised import QUANTISED_DTYPES
 
 CEILINGS = Path(__file__).parents[1] / "tests" / "data" / "triton_ceilings.json"
 CACHE = Path(__file__).parents[1] / ".cache" / "triton"
@@ -47,23 +50,42 @@ SHARED_LIMITS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "g
 """Bytes of shared memory (LDS) that one program may have."""
 
 KERNELS = ("append_kernel", "attend_kernel", "decode_whole_kernel", "decode_split_kernel", "merge_kernel")
+"""Of a case; a quantised one has ``APPEND_SCALES`` too, the append kernel once more."""
+APPEND_SCALES = "append_kernel (scales)"
 
 PAGE_SIZE, NUM_PAGES = 16, 4096
-SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "i8", "float8_e4m3fn": "f8"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One geometry. ``plain``: full attention; else a window, a cap and sinks at once."""
+    """One geometry.
+
+    Attributes:
+      dtype: of the pools. plain: full attention; else a window, a cap and sinks at once.
+      activations: of queries, where pools are quantised; others are of their pools' dtype.
+    """
 
     dtype: str
     head_dim: int
     group_size: int
     plain: bool = True
+    activations: str = "bfloat16"
 
     @property
     def name(self) -> str:
-        return f"{SHORT[self.dtype]}-{self.head_dim}-g{self.group_size}" + ("" if self.plain else "-options")
+        other = self.quantised and self.activations != "bfloat16"
+        ending = ("" if self.plain else "-options") + (f"-{SHORT[self.activations]}" if other else "")
+        return f"{SHORT[self.dtype]}-{self.head_dim}-g{self.group_size}{ending}"
+
+    @property
+    def quantised(self) -> bool:
+        return self.dtype in QUANTISED_DTYPES
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of what is compiled for it."""
+        return (*KERNELS, APPEND_SCALES) if self.quantised else KERNELS
 
 
 CASES = (
@@ -71,6 +93,11 @@ CASES = (
     Case("bfloat16", 256, 8, plain=False),
     Case("float16", 128, 4),
     *(Case("float32", dim, 4) for dim in (128, 256)),
+    *(Case(dtype, dim, 4) for dtype in QUANTISED_DTYPES for dim in (64, 80, 128, 256)),
+    *(Case(dtype, 256, 8, plain=False) for dtype in QUANTISED_DTYPES),
+    Case("int8", 128, 4, activations="float16"),
+    Case("int8", 256, 4, activations="float32"),
+    Case("float8_e4m3fn", 128, 4, activations="float32"),
 )
 """Every head size that the backend says it serves, each element type, and all options at once."""
 
@@ -93,18 +120,24 @@ class Compiled:
     num_threads: int
 
 
-def recorded_launches(case: Case, target: GpuTarget, *, backend: TritonBackend | None = None) -> list[KernelLaunch]:
+def recorded_launches(
+    case: Case, target: GpuTarget, *, backend: TritonBackend | None = None
+) -> dict[str, KernelLaunch]:
     """Every launch of a step of this geometry: with few rows, which are cut, and with many, which are not."""
     launches: dict[str, KernelLaunch] = {}
 
     def record(call: KernelLaunch, target: GpuTarget) -> tuple[jax.Array, ...]:
         structs = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in part] for part in (call.inputs, call.in_place)]
-        launches[call.kernel.__name__] = replace(call, inputs=structs[0], in_place=structs[1])
+        name = call.kernel.__name__
+        if case.quantised and name == KERNELS[0] and structs[1][0].dtype == jnp.float32:
+            name = APPEND_SCALES
+        launches[name] = replace(call, inputs=structs[0], in_place=structs[1])
         return tuple(jnp.zeros(x.shape, x.dtype) for x in (*structs[1], *call.outputs))
 
     backend = replace(backend or TritonBackend(), target=target, launcher=record)
     kv_heads, heads = 2, 2 * case.group_size
-    pool = jax.ShapeDtypeStruct((NUM_PAGES, PAGE_SIZE, kv_heads, case.head_dim), case.dtype)
+    pool = pool_struct(KvStorageLayoutV1(1, NUM_PAGES, PAGE_SIZE, kv_heads, case.head_dim, case.dtype))
+    activations = case.activations if case.quantised else case.dtype
     options: dict[str, Any] = {"scale": 0.125, "sliding_window": None, "soft_cap": None}
     if not case.plain:
         options = {"scale": 1.0, "sliding_window": 512, "soft_cap": 50.0}
@@ -113,8 +146,8 @@ def recorded_launches(case: Case, target: GpuTarget, *, backend: TritonBackend |
         ends = jax.ShapeDtypeStruct((num_rows + 1,), jnp.int32)
         listed = jax.ShapeDtypeStruct((64 * num_rows,), jnp.int32)
         pages = replace(pages, query_start_loc=ends, kv_indptr=ends, kv_indices=listed)
-        query = jax.ShapeDtypeStruct((num_rows, heads, case.head_dim), case.dtype)
-        new = jax.ShapeDtypeStruct((num_rows, kv_heads, case.head_dim), case.dtype)
+        query = jax.ShapeDtypeStruct((num_rows, heads, case.head_dim), activations)
+        new = jax.ShapeDtypeStruct((num_rows, kv_heads, case.head_dim), activations)
         sinks = None if case.plain else jax.ShapeDtypeStruct((heads,), jnp.float32)
 
         def step(query: Any, new: Any, k: Any, v: Any, pages: PageMetadata, sinks: Any) -> Any:
@@ -122,11 +155,11 @@ def recorded_launches(case: Case, target: GpuTarget, *, backend: TritonBackend |
             return backend.attend(query, k, v, pages, sinks=sinks, **options)
 
         jax.eval_shape(step, query, new, pool, pool, pages, sinks)
-    return list(launches.values())
+    return launches
 
 
-def compile_launch(call: KernelLaunch, name: str, case: str) -> Compiled:
-    """Compile one launch for a target and read its resources off the result."""
+def compile_launch(call: KernelLaunch, name: str, case: str, kernel: str) -> Compiled:
+    """Compile one launch (``kernel``: its name in the table) for a target and read its resources off the result."""
     import triton
     from triton.compiler import ASTSource
 
@@ -146,7 +179,7 @@ def compile_launch(call: KernelLaunch, name: str, case: str) -> Compiled:
         # Scalar registers spill into lanes of vector registers; what is in memory is the private segment.
         spilled = counts["private_segment_fixed_size"]
     threads = call.num_warps * TARGETS[name].warp_size
-    return Compiled(name, case, call.kernel.__name__, registers, spilled, int(made.metadata.shared), threads)
+    return Compiled(name, case, kernel, registers, spilled, int(made.metadata.shared), threads)
 
 
 @cache
@@ -171,8 +204,8 @@ def compiled(targets: Sequence[str], cases: Sequence[Case]) -> Iterator[Compiled
     """Compile every kernel of every case for every target."""
     for case in cases:
         for name in targets:
-            for call in recorded_launches(case, TARGETS[name]):
-                yield compile_launch(call, name, case.name)
+            for kernel, call in recorded_launches(case, TARGETS[name]).items():
+                yield compile_launch(call, name, case.name, kernel)
 
 
 Ceilings = dict[str, dict[str, list[int]]]
@@ -198,10 +231,12 @@ PAGE_OPENING = """# What the GPU kernels need of five GPUs
 Written by `python -m benchmarks.triton_offline --page docs/gpu-kernels.md` from `tests/data/triton_ceilings.json`; a
 test compares the two. Compiled without a GPU by Triton and, for NVIDIA, its own `ptxas`: 32-bit registers of a thread
 (AMD: vector registers, accumulation registers included), bytes of a thread in local memory (spills and stack), bytes of
-shared memory of a program. `make test` compiles one geometry for `sm_90` and `gfx942` and holds it to these ceilings,
+shared memory of a program. `make test` compiles one geometry for each of them and holds it to these ceilings,
 `make test-long` compiles all.
 
-A geometry is element type, head size and query heads of a KV head; `options` has a window, a cap and sinks at once:
+A geometry is the pools' element type, head size and query heads of a KV head; `options` has a window, a cap and sinks
+at once. Queries are of the pools' type; over pools with scales (`i8`: int8, `f8`: float8_e4m3fn) they are bfloat16
+unless a type stands at the end. `append_kernel` writes those in two launches, values and scales:
 {cases}."""
 
 
@@ -217,7 +252,7 @@ def page(limits: Ceilings) -> str:
             "| --- | --- | ---: | ---: | ---: |",
         ]
         for case in CASES:
-            for kernel in KERNELS:
+            for kernel in case.kernels:
                 found = limits.get(target, {}).get(f"{case.name} {kernel}")
                 if found is not None:
                     lines.append(f"| `{case.name}` | `{kernel}` | " + " | ".join(map(str, found)) + " |")

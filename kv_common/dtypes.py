@@ -24,6 +24,9 @@ ELEMENT_BITS: Mapping[str, int] = MappingProxyType(
     }
 )
 
+SCALE_BITS = 32
+"""Bits of a scale (float32), of which a dtype of 8 bits or fewer needs one for each token and head, in K and in V."""
+
 
 def element_bits(dtype: str) -> int:
     """Bits of one element of ``dtype``.
@@ -49,3 +52,21 @@ def bytes_of(num_elements: int, dtype: str) -> int:
     (2, 12)
     """
     return -(-num_elements * element_bits(dtype) // 8)
+
+
+def scale_bits(dtype: str) -> int:
+    """Bits of the scale that one head of one token needs beside its elements; 0 where it needs none.
+
+    >>> scale_bits("bfloat16"), scale_bits("int8")
+    (0, 32)
+    """
+    return SCALE_BITS if element_bits(dtype) <= 8 else 0
+
+
+def described(dtype: str) -> str:
+    """A dtype as it is stored, in words.
+
+    >>> described("int8")
+    'int8 with a float32 scale per token and head'
+    """
+    return f"{dtype} with a float32 scale per token and head" if scale_bits(dtype) else dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_common.dtypes import bytes_of, element_bits
+from kv_common.dtypes import bytes_of, element_bits, scale_bits
 from kv_common.errors import LayoutError
 from kv_common.pages import pages_for_tokens
 
@@ -20,6 +20,9 @@ MAX_SLOTS = 2**31 - 1
 @dataclass(frozen=True, slots=True)
 class KvStorageLayoutV1:
     """One K pool and one V pool per layer, each ``[num_pages, tokens_per_page, heads, head_dim]`` (NHD).
+
+    Pools of 8 bits an element have scales beside them, one per token and head: ``scales_shape``, page first like the
+    pool, so that what is done to a page is done to its scales.
 
     KV heads over shards come in three regimes. Heads partition (``num_kv_heads`` is a multiple of
     ``head_shards``); one head each (they are equal); or heads replicate (``head_shards`` is a
@@ -107,14 +110,23 @@ class KvStorageLayoutV1:
             self.head_dim,
         )
 
+    @property
+    def scales_shape(self) -> tuple[int, int, int, int] | None:
+        """Global shape of the scales of one layer's K pool; None where the dtype has none."""
+        return (*self.pool_shape[:3], 1) if scale_bits(self.dtype) else None
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` tokens."""
         return pages_for_tokens(num_tokens, self.tokens_per_page)
 
+    def _page_bytes_of_a_head(self) -> int:
+        """Bytes of one head's part of one page, of K alone: its elements, in whole bytes, and its scales."""
+        tokens = self.tokens_per_page
+        return bytes_of(tokens * self.head_dim, self.dtype) + tokens * scale_bits(self.dtype) // 8
+
     def page_bytes(self) -> int:
-        """Bytes of one page on one device: K and V, all layers; each head's part is whole bytes."""
-        elements = self.tokens_per_page * self.head_dim
-        return 2 * self.num_layers * self.heads_per_shard() * bytes_of(elements, self.dtype)
+        """Bytes of one page on one device: K and V, all layers, scales included."""
+        return 2 * self.num_layers * self.heads_per_shard() * self._page_bytes_of_a_head()
 
     def device_pool_bytes(self) -> int:
         """Bytes of all pools on one device."""
@@ -122,6 +134,5 @@ class KvStorageLayoutV1:
 
     def total_pool_bytes(self) -> int:
         """Bytes of all pools on all devices; the two replications multiply."""
-        elements = self.tokens_per_page * self.head_dim
-        one_copy = 2 * self.num_layers * self.num_pages * self.num_kv_heads * bytes_of(elements, self.dtype)
+        one_copy = 2 * self.num_layers * self.num_pages * self.num_kv_heads * self._page_bytes_of_a_head()
         return one_copy * self.replication_factor() * self.pool_replicas

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -186,7 +187,7 @@ def pack_page_arrays(
     )
 
 
-def _padded(values: NDArray[np.integer], size: int, fill: int) -> Int32:
+def _padded(values: NDArray[np.integer[Any]], size: int, fill: int) -> Int32:
     """int32 ``[size]`` that begins with ``values`` and ends with ``fill``."""
     padded = np.full(size, fill, np.int32)
     padded[: len(values)] = values

@@ -28,7 +28,11 @@ def pages_for_tokens(num_tokens: Any, tokens_per_page: int) -> Any:
     return -(-num_tokens // tokens_per_page)
 
 
-def full_pages(num_tokens: int, tokens_per_page: int) -> int:
+@overload
+def full_pages(num_tokens: int, tokens_per_page: int) -> int: ...
+@overload
+def full_pages(num_tokens: NDArray[np.int64], tokens_per_page: int) -> NDArray[np.int64]: ...
+def full_pages(num_tokens: Any, tokens_per_page: int) -> Any:
     """Pages whose every slot is written once ``num_tokens`` tokens are.
 
     >>> [full_pages(n, 4) for n in (0, 3, 4, 7, 8)]

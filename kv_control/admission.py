@@ -84,7 +84,9 @@ class Admission:
     def _can_fork(self, source: Request, request: Request) -> bool:
         wants = request.want_prompt_logprobs and request.num_known_prompt_logprobs < request.num_prompt_tokens
         knows = source.num_known_prompt_logprobs >= request.num_prompt_tokens
-        return source.num_computed >= request.num_prompt_tokens - 1 and (knows or not wants)
+        ready = source.num_computed >= request.num_prompt_tokens - 1 and (knows or not wants)
+        handle = source.handle
+        return ready and handle is not None and self._control.can_fork(handle, request.num_prompt_tokens - 1)
 
     def _cached(self, request: Request) -> Shared | None:
         """The longest chain of cached pages, at least one token short of everything the request has.
@@ -99,17 +101,18 @@ class Admission:
         nodes = index.match(keys, tokens)
         at_most = (len(tokens) - 1) // page
         scores = request.want_prompt_logprobs and request.num_known_prompt_logprobs < request.num_prompt_tokens
-        if len(nodes) < at_most:
-            ahead = self._prefilling.get(keys[len(nodes)])
+        usable = self._control.windows.num_usable(nodes[:at_most])
+        if usable < at_most:
+            ahead = self._prefilling.get(keys[usable])
             if ahead is not None and (not scores or ahead.want_prompt_logprobs) and ahead is not request:
                 return None
-        usable, logprobs = min(len(nodes), at_most), None
+        logprobs = None
         if scores:
             known = [node.token_logprobs for node in takewhile(lambda node: node.token_logprobs is not None, nodes)]
             logprobs = np.concatenate([np.zeros(0, np.float32), *(one for one in known if one is not None)])
             num_known = max(len(logprobs), request.num_known_prompt_logprobs)
             if num_known < request.num_prompt_tokens:
-                usable = min(usable, (num_known - 1) // page)
+                usable = self._control.windows.num_usable(nodes[: min(usable, (num_known - 1) // page)])
         return Shared(tuple(nodes[:usable]), None, usable * page, usable, at_most, logprobs)
 
     def page_keys(self, request: Request, tokens: NDArray[np.int32]) -> list[bytes]:
@@ -140,7 +143,22 @@ class Admission:
         spoken_for = int(np.maximum(promised - held, 0).sum())
         references = int(np.maximum(promised, held).sum()) + wanted
         room = control.num_available_pages - pinned - spoken_for
-        return wanted - shared.num_whole_pages <= room and references <= control.max_step_references
+        if wanted - shared.num_whole_pages > room or references > control.limits.max_step_references:
+            return False
+        return not control.windows or self._windows_fit(request, shared, running)
+
+    def _windows_fit(self, request: Request, shared: Shared, running: Int64) -> bool:
+        table = self._table
+        to_come = np.append(table.num_to_come(running), request.num_tokens)
+        most = np.append(table.max_kv_tokens[running], request.max_kv_tokens)
+        computed = np.append(table.num_computed[running], shared.num_tokens)
+        return self._control.windows.fit(
+            running,
+            np.minimum(to_come + self._tokens_per_page, most),
+            to_come - computed,
+            nodes=shared.nodes,
+            num_shared_tokens=shared.num_tokens,
+        )
 
     def pages_wanted(self, request: Request) -> int:
         """Pages for all tokens a request has and a page's worth more, as far as it can ever need them.
@@ -161,6 +179,8 @@ class Admission:
         """Note a request that starts to run, and the pages it is going to compute."""
         if request.group is not None:
             self._groups.setdefault(request.group, []).append(request)
+            if request.handle is not None:
+                self._control.windows.expect_forks(request.handle.row, request.num_prompt_tokens - 1)
         if self._control.prefix_index is not None:
             tokens = request.tokens
             if len(tokens) // self._tokens_per_page > shared.num_whole_pages:
@@ -205,4 +225,5 @@ class Admission:
         if begin >= num_prompt:
             generated: NDArray[np.float32] = row[begin:end]
             return generated
-        return np.concatenate([request.prompt_logprobs[begin:end], row[num_prompt:end]])
+        both: NDArray[np.float32] = np.concatenate([request.prompt_logprobs[begin:end], row[num_prompt:end]])
+        return both

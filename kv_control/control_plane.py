@@ -8,40 +8,38 @@ May import: the standard library, numpy, kv_common.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_common.errors import ConfigError, PageStateError, RequestTooLarge
+from kv_common.errors import PageStateError
 from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import pack_page_arrays
 from kv_common.pages import pages_for_tokens
+from kv_common.window_group import WindowGroup
 from kv_control.allocator import PageAllocator
-from kv_control.bucketing import Ladder, row_rung
+from kv_control.bucketing import Ladder
+from kv_control.dirty_pages import DirtyPages
+from kv_control.limits import PoolLimits
 from kv_control.metrics import ControlCounters, ControlMetrics, pool_metrics
 from kv_control.page_map import PageMap
-from kv_control.plan import RequestHandle, RequestSlice, Reservation, ScrubbedReservation, StepBatch, StepPlan
+from kv_control.plan import (
+    PageChores,
+    RequestHandle,
+    RequestSlice,
+    Reservation,
+    ScrubbedReservation,
+    StepBatch,
+    StepPlan,
+)
 from kv_control.prefix_index import PageNode, PrefixIndex
 from kv_control.sharing import PageSharing
+from kv_control.step_protocol import StepProtocol, lengths_after
+from kv_control.window_groups import WindowGroups
+from kv_control.window_metrics import window_metrics
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-
-MAX_REFERENCES_PER_PAGE = 4
-"""Page references of a step, on average per page of the pool. A page table has room for this many; sharing beyond it
-counts as no room, as too few pages do."""
-
-
-@dataclass(slots=True)
-class _Current:
-    """The one reservation that may still be confirmed, planned, committed or cancelled."""
-
-    reservation: Reservation
-    num_added: Int64
-    length: Int64
-    scrubbed: ScrubbedReservation | None = None
-    plan: StepPlan | None = None
 
 
 class ControlPlane:
@@ -53,12 +51,13 @@ class ControlPlane:
     requests, who are about to ask for them again.
 
     Args:
-      layout: geometry of the pool.
+      layout: geometry of the pool of layers that see everything.
       max_num_seqs: rows, that is requests that can hold pages at once.
       max_model_len: most tokens of one request, prompt and completion.
       token_ladder: padded sizes of a step; its top is the largest step.
       prefix_namespace: digest under which pages are cached for other requests (``CacheNamespace.digest``); None
         keeps no page beyond its requests.
+      window_groups: layers with a sliding window, and their own pools.
 
     >>> layout = KvStorageLayoutV1(1, 4, 4, num_kv_heads=1, head_dim=8, dtype="float32")
     >>> control = ControlPlane(layout, max_num_seqs=2, max_model_len=12, token_ladder=Ladder([8]))
@@ -81,24 +80,28 @@ class ControlPlane:
         max_model_len: int,
         token_ladder: Ladder,
         prefix_namespace: bytes | None = None,
+        window_groups: Sequence[WindowGroup] = (),
     ) -> None:
-        if max_model_len < 1:
-            raise ConfigError(f"max_target_length={max_model_len}: a request needs room for at least 1 token")
         self.layout = layout
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        self.max_pages_per_request = layout.pages_for(max_model_len)
+        self.limits = PoolLimits(layout, max_num_seqs, max_model_len)
         self.token_ladder = token_ladder
         self.allocator = PageAllocator(layout.num_pages)
-        self.page_map = PageMap(max_num_seqs, self.max_pages_per_request)
+        self.page_map = PageMap(max_num_seqs, self.limits.max_pages_per_request)
         self.prefix_namespace = prefix_namespace
         self.prefix_index = None if prefix_namespace is None else PrefixIndex(layout.tokens_per_page)
         self.sharing = PageSharing(self.allocator, self.page_map, layout.tokens_per_page, self.prefix_index)
+        self.windows = WindowGroups(
+            window_groups,
+            self.sharing,
+            max_num_seqs=max_num_seqs,
+            max_pages_per_request=self.limits.max_pages_per_request,
+            num_pages=layout.num_pages,
+            step_tokens=token_ladder.top,
+        )
         self.counters = ControlCounters()
-        self._unscrubbed = np.zeros(0, np.int32)  # handed out dirty, not confirmed; some may be free again
+        self._dirty = DirtyPages(self.allocator)
         self._written = np.zeros(max_num_seqs, np.int64)
-        self._serial = 0
-        self._current: _Current | None = None
+        self._steps = StepProtocol()
 
     # --- sizes ---------------------------------------------------------------------------------------
 
@@ -132,45 +135,6 @@ class ControlPlane:
         """int64 ``[max_num_seqs]``, tokens written per row; a copy."""
         return self._written.copy()
 
-    def row_rung(self, token_rung: int) -> int:
-        """Request rows of a step of ``token_rung`` tokens."""
-        return row_rung(token_rung, self.max_num_seqs)
-
-    def index_capacity(self, row_rung: int) -> int:
-        """Page references of a step of ``row_rung`` rows: all of them full, or as many as ``reserve`` allows."""
-        return min(row_rung * self.max_pages_per_request, self.max_step_references)
-
-    @property
-    def max_step_references(self) -> int:
-        """Page references of the largest step that ``reserve`` takes."""
-        return MAX_REFERENCES_PER_PAGE * self.num_pages
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Most tokens one request can ever hold: the context, or the pool where that is smaller."""
-        return min(self.max_model_len, self.layout.num_slots)
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether one request of ``num_tokens`` tokens can ever be held."""
-        return num_tokens <= self.max_request_tokens
-
-    def check_fits(self, num_tokens: int) -> None:
-        """As ``fits``, for those who cannot go on without.
-
-        Raises:
-          RequestTooLarge: it cannot; the message has both numbers and the option to turn.
-        """
-        if num_tokens > self.max_model_len:
-            raise RequestTooLarge(
-                f"request needs {num_tokens} tokens, the context holds {self.max_model_len}: raise `max_target_length`"
-            )
-        needed = self.layout.pages_for(num_tokens)
-        if needed > self.num_pages:
-            raise RequestTooLarge(
-                f"request needs {needed} pages for {num_tokens} tokens, the pool has {self.num_pages}: "
-                "raise `paged_num_pages` or lower `max_target_length`"
-            )
-
     # --- one request's life --------------------------------------------------------------------------
 
     def open(self) -> RequestHandle | None:
@@ -190,6 +154,7 @@ class ControlPlane:
           StaleHandleError: it was released before; nothing has changed.
         """
         pages = self.page_map.release(handle)
+        self.windows.release(handle.row)
         freed = np.concatenate([self.allocator.free(pages), self.sharing.leave(handle.row)])
         self._written[handle.row] = 0
         return freed
@@ -202,6 +167,7 @@ class ControlPlane:
         """
         self._require_empty(handle)
         self.sharing.adopt(handle, nodes)
+        self.windows.adopt(handle.row, nodes)
         self._written[handle.row] = len(nodes) * self.layout.tokens_per_page
 
     def fork(self, source: RequestHandle, target: RequestHandle, num_tokens: int) -> bool:
@@ -209,7 +175,8 @@ class ControlPlane:
         last one is copied before the next step.
 
         Returns:
-          False when there is no page for the copy; then nothing has changed.
+          False when there is no page for the copy, or a window of ``source`` has passed the place (``can_fork``); then
+          nothing has changed.
 
         Raises:
           PageStateError: ``target`` holds pages already, or ``source`` has fewer tokens written.
@@ -219,11 +186,18 @@ class ControlPlane:
             raise PageStateError(
                 f"row {source.row} has {self.num_written(source)} tokens written, {num_tokens} are to be shared"
             )
+        if not self.can_fork(source, num_tokens) or not self.windows.can_copy(num_tokens):
+            return False
         if not self.sharing.fork(source, target, num_tokens):
             return False
-        self._note_unscrubbed(self.page_map.pages(target)[-1:])
+        self.windows.fork(source.row, target.row, num_tokens)
+        self._dirty.note(self.page_map.pages(target)[-1:])
         self._written[target.row] = num_tokens
         return True
+
+    def can_fork(self, source: RequestHandle, num_tokens: int) -> bool:
+        """Whether another request can still begin behind ``num_tokens`` tokens of this one: no window has passed."""
+        return self.windows.can_fork(source.row, num_tokens)
 
     def publish(
         self, handle: RequestHandle, key: bytes, tokens: Int32, token_logprobs: NDArray[np.float32] | None = None
@@ -240,7 +214,13 @@ class ControlPlane:
                 f"row {handle.row}: a page ending at token {position} is published, but only {written} tokens are "
                 "written"
             )
-        return self.sharing.publish(handle, key, tokens, token_logprobs)
+        published = self.sharing.publish(handle, key, tokens, token_logprobs)
+        if self.windows:
+            if published:
+                self.windows.offer(handle.row, self.sharing.path(handle.row)[-1])
+            row = np.array([handle.row])
+            self.windows.slide(row, self._written[row])
+        return published
 
     def reset_prefix_cache(self, namespace: bytes | None = None) -> tuple[int, Int32]:
         """Forget every cached page; running requests keep theirs, which nobody else can find any more.
@@ -255,7 +235,9 @@ class ControlPlane:
         cleared, freed = self.sharing.clear()
         if namespace is not None and self.prefix_namespace is not None:
             self.prefix_namespace = namespace
-            self.sharing.close(self.page_map.live_rows.tolist())  # what they have begun is of the old namespace
+            live = self.page_map.live_rows
+            self.sharing.close(live.tolist())  # what they have begun is of the old namespace
+            self.windows.slide(live, self._written[live])
         return cleared, freed
 
     def metrics(self) -> ControlMetrics:
@@ -266,7 +248,9 @@ class ControlPlane:
             sharing=self.sharing,
             written=self._written,
             tokens_per_page=self.layout.tokens_per_page,
+            num_layers=self.layout.num_layers,
             counters=self.counters,
+            windows=tuple(window_metrics(pages) for pages in self.windows),
         )
 
     def _require_empty(self, handle: RequestHandle) -> None:
@@ -298,21 +282,33 @@ class ControlPlane:
           RequestTooLarge: a slice reaches beyond the context.
         """
         batch = StepBatch.of(slices)
-        length = self._check_step(batch)
+        self.page_map.require_live(batch.rows, batch.epochs)
+        length = lengths_after(batch, self._written, self.limits)
         needed = pages_for_tokens(length, self.layout.tokens_per_page)
-        if needed.sum() > self.max_step_references:
+        if needed.sum() > self.limits.max_step_references:
             return None
         rows = batch.rows
         added = np.maximum(needed - self.page_map.counts[rows], 0)
+        window_added = self.windows.missing(rows, length)
+        if not self.windows.have_room(window_added):
+            live = self.page_map.live_rows  # better a page less in the cache than no room
+            self.windows.slide(live, self._written[live], wait=False)
+            if not self.windows.have_room(window_added):
+                return None
         pages = self.sharing.allocate(int(added.sum()))
         if pages is None:
             return None
         self.page_map.extend_rows(rows, added, pages)
-        self._note_unscrubbed(pages)
-        self._serial += 1
-        reservation = Reservation(batch, self._dirty_held(), self.sharing.pending_copies, self._serial)
-        self._current = _Current(reservation, added, length)
-        return reservation
+        self._dirty.note(pages)
+        self.windows.extend(rows, window_added)
+        return self._steps.begin(
+            batch,
+            PageChores(self._dirty.held(), self.sharing.copies.pending),
+            self.windows.chores(),
+            num_added=added,
+            window_added=window_added,
+            length=length,
+        )
 
     def confirm_scrubbed(self, reservation: Reservation) -> ScrubbedReservation:
         """Record that the reservation's dirty pages were overwritten; called after the scrub was dispatched.
@@ -320,11 +316,10 @@ class ControlPlane:
         Raises:
           PageStateError: the reservation is not the current one, or was confirmed already.
         """
-        current = self._require_current(reservation.serial)
-        if current.scrubbed is not None:
-            raise PageStateError(f"reservation {reservation.serial} was confirmed already")
+        current = self._steps.to_confirm(reservation)
         self.allocator.confirm_scrubbed(reservation.dirty_pages)
-        self.sharing.copied(reservation.copies)
+        self.sharing.copies.made(reservation.copies)
+        self.windows.done(reservation.windows)
         current.scrubbed = ScrubbedReservation(reservation.slices, reservation.serial)
         return current.scrubbed
 
@@ -340,19 +335,15 @@ class ControlPlane:
             confirmed, or was planned already.
           StaleHandleError: a request of the step was released since it was reserved.
         """
-        current = self._require_current(scrubbed.serial)
-        if current.scrubbed is not scrubbed:
-            raise PageStateError(f"reservation {scrubbed.serial} was never confirmed as scrubbed")
-        if current.plan is not None:
-            raise PageStateError(f"reservation {scrubbed.serial} was planned already")
+        current = self._steps.to_plan(scrubbed)
         batch = scrubbed.slices
         self.page_map.require_live(batch.rows, batch.epochs)
         needed = pages_for_tokens(current.length, self.layout.tokens_per_page)
         token_rung = self.token_ladder.rung(max(len(batch.tokens), min_token_rung))
-        rows_padded = self.row_rung(token_rung)
-        capacity = self.index_capacity(rows_padded)
+        rows_padded = self.limits.row_rung(token_rung)
+        capacity = self.limits.index_capacity(rows_padded)
         indices = self.page_map.first_pages(batch.rows, needed, capacity=capacity, fill=self.num_pages)
-        if len(self._dirty_held()):
+        if len(self._dirty.held()):
             dirty = self.allocator.dirty_among(indices[: int(needed.sum())])
             if len(dirty):
                 raise PageStateError(f"pages {dirty.tolist()} still carry another request's K/V: scrub them first")
@@ -368,7 +359,8 @@ class ControlPlane:
             row_rung=rows_padded,
             index_capacity=capacity,
         )
-        current.plan = StepPlan(batch, table, token_rung, rows_padded, self.page_map.block_epoch)
+        windows = self.windows.pack(batch, token_rung=token_rung, row_rung=rows_padded)
+        current.plan = StepPlan(batch, table, token_rung, rows_padded, self.page_map.block_epoch, windows)
         return current.plan
 
     def commit(self, plan: StepPlan) -> None:
@@ -378,12 +370,11 @@ class ControlPlane:
           PageStateError: the plan is not the current one, or was committed already.
           StaleHandleError: a request of the step was released since it was planned.
         """
-        current = self._current
-        if current is None or current.plan is not plan:
-            raise PageStateError("this plan was committed already, or a later reservation superseded it")
+        current = self._steps.to_commit(plan)
         self.page_map.require_live(plan.slices.rows, plan.slices.epochs)
         self._written[plan.slices.rows] = current.length
-        self._current = None
+        self.windows.slide(plan.slices.rows, current.length)
+        self._steps.end()
 
     def cancel(self, reservation: Reservation) -> Int32:
         """Give back the pages that an unplanned reservation added.
@@ -394,56 +385,14 @@ class ControlPlane:
         Raises:
           PageStateError: the reservation is not the current one, or was planned already.
         """
-        current = self._require_current(reservation.serial)
-        if current.plan is not None:
-            raise PageStateError(f"reservation {reservation.serial} was planned already: release its requests instead")
+        current = self._steps.to_cancel(reservation)
         dropped = [np.zeros(0, np.int32)]
-        for i in np.flatnonzero(current.num_added):
-            handle = reservation.slices.handle(int(i))
+        for i in range(len(reservation.slices)):
+            handle = reservation.slices.handle(i)
             if self.page_map.is_live(handle):  # a request released meanwhile has given everything back
-                keep = self.page_map.num_pages(handle) - int(current.num_added[i])
-                dropped.append(self.page_map.truncate(handle, keep))
-        self._current = None
+                self.windows.shorten(handle.row, i, current.window_added)
+                if current.num_added[i]:
+                    keep = self.page_map.num_pages(handle) - int(current.num_added[i])
+                    dropped.append(self.page_map.truncate(handle, keep))
+        self._steps.end()
         return self.allocator.free(np.concatenate(dropped))
-
-    def _require_current(self, serial: int) -> _Current:
-        if self._current is None or self._current.reservation.serial != serial:
-            raise PageStateError(
-                f"reservation {serial} is not the current one: it was committed, cancelled or superseded"
-            )
-        return self._current
-
-    def _note_unscrubbed(self, pages: Int32) -> None:
-        """Remember those of newly held pages that carry old K/V."""
-        dirty = self.allocator.dirty_among(pages)
-        if len(dirty):
-            self._unscrubbed = np.concatenate([self._unscrubbed, dirty])
-
-    def _dirty_held(self) -> Int32:
-        """int32, pages that somebody holds and nobody has scrubbed yet: never more than were handed out lately."""
-        if not len(self._unscrubbed):
-            return self._unscrubbed
-        noted, first = np.unique(self._unscrubbed, return_index=True)
-        noted = noted[np.argsort(first)]
-        self._unscrubbed = noted[self.allocator.dirty[noted] & (self.allocator.references[noted] > 0)]
-        return self._unscrubbed
-
-    def _check_step(self, batch: StepBatch) -> Int64:
-        """int64 ``[num_reqs]``, each request's tokens once the step has run, checked against what is written."""
-        rows, start, num_new = batch.rows, batch.start, batch.num_tokens
-        self.page_map.require_live(rows, batch.epochs)
-        if len(rows) and np.bincount(rows).max() > 1:
-            raise PageStateError(f"two slices of one step share a request: rows {rows.tolist()}")
-        if (num_new < 1).any():
-            raise PageStateError(f"row {rows[(num_new < 1).argmax()]}: a slice without tokens")
-        wrong = start != self._written[rows]
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise PageStateError(
-                f"row {rows[i]}: the slice starts at position {start[i]}, "
-                f"but {self._written[rows[i]]} tokens are written"
-            )
-        length = start + num_new
-        if len(rows) and int(length.max()) > self.max_model_len:
-            self.check_fits(int(length.max()))
-        return length

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ class FileOrder:
 
 
 def prefix_order(
-    prompts: Sequence[NDArray[np.integer]], max_tokens: Sequence[int | None], tokens_per_page: int
+    prompts: Sequence[NDArray[np.integer[Any]]], max_tokens: Sequence[int | None], tokens_per_page: int
 ) -> FileOrder:
     """Rows that share pages side by side, shorter before longer; of those families the ones with the longest outputs
     first, and otherwise as they came.

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_common.errors import InvariantError
 from kv_common.pages import pages_for_tokens
 from kv_control.control_plane import ControlPlane
 from kv_control.page_map import NO_PAGE
 from kv_control.plan import StepPlan
+from kv_control.pool_laws import check_holders, check_window_pages, require_none
 from kv_control.request import RequestStatus
 from kv_control.scheduler import Scheduler
 
@@ -35,6 +35,7 @@ def check_invariants(
       nothing; they wait in order of arrival.
     - Free, held, retained (named by the prefix index) pages are the pool; evictable + protected are the retained.
       The index is a tree with locks that never grow downwards; every lock is a row's, on a chain it has written.
+    - Pages of each window group: see ``check_window_pages``.
     - With ``plan``: no page of the step is dirty.
 
     Raises:
@@ -43,30 +44,22 @@ def check_invariants(
     _check_pool(control)
     _check_rows(control)
     _check_sharing(control)
+    for pages in control.windows:
+        check_window_pages(control, pages)
     if scheduler is not None:
         _check_requests(control, scheduler)
     if plan is not None:
         named = plan.table.kv_indices[: plan.table.kv_indptr[-1]]
-        _require_none(control.allocator.dirty_among(named), "pages of a running step are dirty")
+        require_none(control.allocator.dirty_among(named), "pages of a running step are dirty")
+        for pages, table in zip(control.windows, plan.window_tables, strict=True):
+            named = table.kv_indices[: table.kv_indptr[-1]]
+            named = named[pages.allocator.references[named] > 0]  # others have left their window since
+            require_none(pages.allocator.dirty_among(named), "window pages of a running step are dirty")
 
 
 def _check_pool(control: ControlPlane) -> None:
-    allocator, page_map = control.allocator, control.page_map
-    listed = np.bincount(allocator.free_pages, minlength=control.num_pages)
-    held = allocator.references > 0
-    _require_none(np.flatnonzero(listed > 1), "pages are in the free list twice")
-    _require_none(np.flatnonzero((listed > 0) & held), "pages are free and held at once")
-    _require_none(np.flatnonzero((listed == 0) & ~held), "pages are neither free nor held")
-    if allocator.num_free + allocator.num_held != control.num_pages:
-        raise InvariantError(f"{allocator.num_free} free + {allocator.num_held} held pages are not {control.num_pages}")
-    table = page_map.table
-    inside = (table >= 0) & (table < control.num_pages)
-    holders = np.bincount(table[inside], minlength=control.num_pages)
-    holders += np.bincount(control.sharing.pending_copies[0], minlength=control.num_pages)
-    if control.prefix_index is not None:
-        holders += np.bincount(control.prefix_index.pages, minlength=control.num_pages)
-    wrong = np.flatnonzero(holders != allocator.references)
-    _require_none(wrong, "pages have other holders than the allocator counts")
+    cached = np.zeros(0, np.int32) if control.prefix_index is None else control.prefix_index.pages
+    check_holders(control.allocator, [control.page_map.table, control.sharing.copies.pending[0], cached])
 
 
 def _check_rows(control: ControlPlane) -> None:
@@ -75,15 +68,15 @@ def _check_rows(control: ControlPlane) -> None:
     live[control.page_map.live_rows] = True
     used = np.arange(table.shape[1]) < counts[:, None]
     inside = (table >= 0) & (table < control.num_pages)
-    _require_none(np.flatnonzero((used & ~inside).any(axis=1)), "rows hold something that is no page")
-    _require_none(np.flatnonzero((~used & (table != NO_PAGE)).any(axis=1)), "rows keep pages behind their end")
-    _require_none(np.flatnonzero(~live & (counts > 0)), "rows without a request hold pages")
-    _require_none(np.flatnonzero(~live & (written > 0)), "rows without a request have tokens written")
+    require_none(np.flatnonzero((used & ~inside).any(axis=1)), "rows hold something that is no page")
+    require_none(np.flatnonzero((~used & (table != NO_PAGE)).any(axis=1)), "rows keep pages behind their end")
+    require_none(np.flatnonzero(~live & (counts > 0)), "rows without a request hold pages")
+    require_none(np.flatnonzero(~live & (written > 0)), "rows without a request have tokens written")
     needed = pages_for_tokens(written, control.layout.tokens_per_page)
-    _require_none(np.flatnonzero(needed > counts), "rows have more tokens written than their pages hold")
+    require_none(np.flatnonzero(needed > counts), "rows have more tokens written than their pages hold")
     in_order = np.sort(table, axis=1)
     twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != NO_PAGE)
-    _require_none(np.flatnonzero(twice.any(axis=1)), "rows hold a page twice")
+    require_none(np.flatnonzero(twice.any(axis=1)), "rows hold a page twice")
 
 
 def _check_requests(control: ControlPlane, scheduler: Scheduler) -> None:
@@ -123,7 +116,7 @@ def _check_sharing(control: ControlPlane) -> None:
         )
     live = set(page_map.live_rows.tolist())
     locks: Counter[int] = Counter()
-    for row in range(control.max_num_seqs):
+    for row in range(control.limits.max_num_seqs):
         path = control.sharing.path(row)
         if path and row not in live:
             raise InvariantError(f"row {row} has no request and still locks {len(path)} cached pages")
@@ -137,8 +130,3 @@ def _check_sharing(control: ControlPlane) -> None:
     wrong = [node.page for node in index.nodes() if node.num_locks != locks[id(node)]]
     if wrong:
         raise InvariantError(f"cached pages {wrong} have other locks than rows that read them")
-
-
-def _require_none(found: NDArray[np.integer], law: str) -> None:
-    if len(found):
-        raise InvariantError(f"{law}: {found.tolist()}")

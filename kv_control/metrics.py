@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kv_control.allocator import PageAllocator
 from kv_control.page_map import PageMap
 from kv_control.sharing import PageSharing
+from kv_control.window_metrics import WindowMetrics
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class ControlCounters:
 
 @dataclass(frozen=True, slots=True)
 class ControlMetrics:
-    """Pages as they stand, and events since the control plane was made.
+    """Pages as they stand, and events since the control plane was made. Pages are those of layers that see everything.
 
     Attributes:
       num_pages: pages of the pool; free + held + retained + leaked.
@@ -46,7 +47,7 @@ class ControlMetrics:
       num_retained_pages: pages that the prefix cache names, read by a request or not.
       num_leaked_pages: pages that are neither; anything but 0 is a bug.
       num_evictable_pages: retained pages that no request reads.
-      occupancy: share of the pool that is not free.
+      occupancy: share of all pools that is not free: pages count by their layers, those of window groups too.
       fragmentation: token slots of the distinct pages that requests read, over the tokens they have written there.
         Above 1: the unused ends of last pages. Below 1: a sharing dividend. NaN while no request holds a token.
       num_steps: steps dispatched.
@@ -60,6 +61,7 @@ class ControlMetrics:
       num_prefix_waits: requests that waited for another's prefill of their own prefix instead of repeating it.
       num_evictions: cached pages given up for room.
       num_preemptions: times a request was sent back. num_preempted_requests: how many different ones.
+      windows: pages of each group of layers with a sliding window.
     """
 
     num_pages: int
@@ -84,6 +86,7 @@ class ControlMetrics:
     num_evictions: int
     num_preemptions: int
     num_preempted_requests: int
+    windows: tuple[WindowMetrics, ...] = ()
 
     @property
     def num_avoided_tokens(self) -> int:
@@ -98,9 +101,15 @@ def pool_metrics(
     sharing: PageSharing,
     written: NDArray[np.int64],
     tokens_per_page: int,
+    num_layers: int,
     counters: ControlCounters,
+    windows: tuple[WindowMetrics, ...] = (),
 ) -> ControlMetrics:
-    """The value, counted from the page map and the index, independently of the allocator's own books."""
+    """The value, counted from the page map and the index, independently of the allocator's own books.
+
+    Args:
+      num_layers: layers whose pages ``allocator`` counts. windows: those of the others.
+    """
     index = sharing.index
     num_pages = allocator.num_pages
     retained = np.zeros(num_pages, np.bool_)
@@ -111,10 +120,12 @@ def pool_metrics(
     used = np.arange(table.shape[1]) < page_map.counts[:, None]
     read[table[used]] = True
     held = read.copy()
-    held[sharing.pending_copies[0]] = True
+    held[sharing.copies.pending[0]] = True
     held &= ~retained
     num_tokens = int(written.sum())
     free, num_held, num_retained = allocator.num_free, int(held.sum()), int(retained.sum())
+    layer_pages = num_layers * num_pages + sum(one.num_layers * one.num_pages for one in windows)
+    layer_pages_free = num_layers * free + sum(one.num_layers * one.num_free_pages for one in windows)
     wanted, hit = counters.num_prefix_pages_wanted, counters.num_prefix_pages_hit
     return ControlMetrics(
         num_pages=num_pages,
@@ -123,7 +134,7 @@ def pool_metrics(
         num_retained_pages=num_retained,
         num_leaked_pages=num_pages - free - num_held - num_retained,
         num_evictable_pages=sharing.num_evictable,
-        occupancy=(num_pages - free) / num_pages,
+        occupancy=(layer_pages - layer_pages_free) / layer_pages,
         fragmentation=int(read.sum()) * tokens_per_page / num_tokens if num_tokens else float("nan"),
         num_steps=counters.num_steps,
         num_prefill_tokens=counters.num_prefill_tokens,
@@ -139,4 +150,5 @@ def pool_metrics(
         num_evictions=0 if index is None else index.num_evicted,
         num_preemptions=counters.num_preemptions,
         num_preempted_requests=counters.num_preempted_requests,
+        windows=windows,
     )

@@ -303,6 +303,18 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PageChores:
+    """What must be done to the pools of one group before a step.
+
+    Attributes:
+      dirty_pages, copies: as in ``Reservation``.
+    """
+
+    dirty_pages: Int32
+    copies: Int32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Reservation:
     """Pages for a step's slices are held; some of them may still carry another request's K/V.
 
@@ -311,12 +323,19 @@ class Reservation:
       dirty_pages: int32, pages of this reservation that must be scrubbed before they are used.
       copies: int32 ``[2, n]``, pages to copy whole, from the first row to the second, after the scrub.
       serial: which reservation this is; each is confirmed and planned at most once.
+      windows: the same for the pools of each window group.
     """
 
     slices: StepBatch
     dirty_pages: Int32
     copies: Int32
     serial: int
+    windows: tuple[PageChores, ...] = ()
+
+    @property
+    def chores(self) -> tuple[PageChores, ...]:
+        """Of all groups: layers without a window, then each window group."""
+        return (PageChores(self.dirty_pages, self.copies), *self.windows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,6 +356,7 @@ class StepPlan:
       token_rung: the only traced size, ``T``.
       row_rung: request rows ``R``, a function of the token rung.
       block_epoch: the page map's when the table was packed; while it stands still, no page has moved.
+      window_tables: the same bookkeeping for the pools of each window group.
     """
 
     slices: StepBatch
@@ -344,3 +364,4 @@ class StepPlan:
     token_rung: int
     row_rung: int
     block_epoch: int
+    window_tables: tuple[KvPageTableV1, ...] = ()

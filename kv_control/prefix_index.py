@@ -81,6 +81,9 @@ class PrefixIndex:
       tokens_per_page: tokens of one page.
       hash_page: key of a page from its parent's key and its token bytes; another one only in tests.
 
+    Attributes:
+      on_forget: called with each node that can no longer be found, for whoever keeps more about nodes; None: nobody.
+
     >>> index = PrefixIndex(2)
     >>> prompt = np.array([5, 6, 7, 8, 9], np.int32)
     >>> keys = index.page_keys(b"namespace", prompt)
@@ -93,6 +96,7 @@ class PrefixIndex:
 
     def __init__(self, tokens_per_page: int, *, hash_page: Callable[[bytes, bytes], bytes] = hash_page) -> None:
         self.tokens_per_page = tokens_per_page
+        self.on_forget: Callable[[PageNode], None] | None = None
         self._hash_page = hash_page
         self._nodes: dict[bytes, PageNode] = {}
         self._orphans: dict[int, PageNode] = {}  # withdrawn, still locked; by identity
@@ -309,6 +313,8 @@ class PrefixIndex:
         for node in nodes:
             node.live = False
             del self._nodes[node.key]
+            if self.on_forget is not None:
+                self.on_forget(node)
             if node.num_locks:
                 self._orphans[id(node)] = node
             else:
@@ -322,6 +328,8 @@ class PrefixIndex:
     def _drop(self, leaf: PageNode) -> int:
         leaf.live = False
         del self._nodes[leaf.key]
+        if self.on_forget is not None:
+            self.on_forget(leaf)
         if leaf.parent is not None:
             leaf.parent.num_children -= 1
             self._enqueue(leaf.parent)

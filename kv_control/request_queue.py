@@ -42,14 +42,14 @@ class RequestQueue:
     ) -> None:
         self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
         self.running: OrderedDict[RequestId, Request] = OrderedDict()
-        self.by_row: list[Request | None] = [None] * control.max_num_seqs
+        self.by_row: list[Request | None] = [None] * control.limits.max_num_seqs
         self.when_running_changes: Callable[[], None] = lambda: None
         self._control = control
         self._table = table
         self._admission = admission
         self._release = release
         self._rows: Int64 | None = None  # of the running ones, until one enters or leaves
-        self._shared_by_row: list[Shared | None] = [None] * control.max_num_seqs
+        self._shared_by_row: list[Shared | None] = [None] * control.limits.max_num_seqs
         self._finished: list[Request] = []
         self._num_arrivals = 0
 

@@ -82,8 +82,8 @@ class Scheduler:
             )
         for name, value, limit in (
             ("paged_max_num_batched_tokens", max_num_batched_tokens, control.token_ladder.top),
-            ("paged_max_num_seqs", max_num_seqs, control.max_num_seqs),
-            ("max_target_length", max_model_len, control.max_model_len),
+            ("paged_max_num_seqs", max_num_seqs, control.limits.max_num_seqs),
+            ("max_target_length", max_model_len, control.limits.max_model_len),
             ("paged_prefill_chunk_tokens", prefill_chunk_tokens, max_num_batched_tokens),
         ):
             if value is not None and not 1 <= value <= limit:
@@ -93,7 +93,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.prefill_chunk_tokens = prefill_chunk_tokens or max_num_batched_tokens
-        self.table = RequestTable(control.max_num_seqs, max_model_len)
+        self.table = RequestTable(control.limits.max_num_seqs, max_model_len)
         self._admission = Admission(control, self.table)
         self._queue = RequestQueue(control, self.table, self._admission, release=release or control.release)
         self._accounts = StepAccounts(
@@ -160,7 +160,7 @@ class Scheduler:
                 "raise `max_target_length` or shorten the prompt"
             )
         max_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
-        self.control.check_fits(request.num_prompt_tokens + max(max_tokens - 1, 0))
+        self.control.limits.check_fits(request.num_prompt_tokens + max(max_tokens - 1, 0))
         request.max_tokens = max_tokens
         self._queue.arrive(request)
         if request.max_tokens == 0 and not request.want_prompt_logprobs:

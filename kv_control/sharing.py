@@ -8,28 +8,19 @@ May import: the standard library, numpy, kv_common.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.pages import full_pages
 from kv_control.allocator import PageAllocator
+from kv_control.page_copies import PageCopies
 from kv_control.page_map import PageMap
 from kv_control.plan import RequestHandle
 from kv_control.prefix_index import PageNode, PrefixIndex
 
 Int32 = NDArray[np.int32]
 _NO_PAGES = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """A page to be copied whole before the next step; its source is held until then."""
-
-    source: int
-    target: int
-    row: int
 
 
 class PageSharing:
@@ -47,7 +38,7 @@ class PageSharing:
         self, allocator: PageAllocator, page_map: PageMap, tokens_per_page: int, index: PrefixIndex | None
     ) -> None:
         self.index = index
-        self.copies: list[PageCopy] = []
+        self.copies = PageCopies(allocator)
         self._allocator = allocator
         self._page_map = page_map
         self._tokens_per_page = tokens_per_page
@@ -63,6 +54,10 @@ class PageSharing:
     def path(self, row: int) -> Sequence[PageNode]:
         """The locked nodes of a row's leading pages."""
         return self._paths.get(row, ())
+
+    def num_offered(self, row: int) -> int | None:
+        """Leading pages of a row that the index has been offered; None where the row offers no more."""
+        return None if self.index is None or row in self._closed else len(self.path(row))
 
     # --- taking pages over -------------------------------------------------------------------------------
 
@@ -94,10 +89,7 @@ class PageSharing:
         self._allocator.retain(pages[:whole])
         self._page_map.extend(target, np.concatenate([pages[:whole], copy]))
         if partial:
-            # All copies of a step are one dispatch: where the source is itself still to be copied, its own source is.
-            read = next((one.source for one in self.copies if one.target == pages[whole]), int(pages[whole]))
-            self._allocator.retain_one(read)
-            self.copies.append(PageCopy(read, int(copy[0]), target.row))
+            self.copies.add(int(pages[whole]), int(copy[0]), target.row)
         path = list(self.path(source.row)[:whole])
         if source.row in self._closed or not all(node.live for node in path):
             self._closed.add(target.row)  # withdrawn pages: neither row offers them again
@@ -106,18 +98,6 @@ class PageSharing:
             self._paths[target.row] = path
             self._num_adopted[target.row] = len(path)
         return True
-
-    def copied(self, copies: Int32) -> None:
-        """Record that copies (int32 ``[2, n]``, as ``pending_copies`` gave them) were dispatched."""
-        done = set(map(tuple, copies.T.tolist()))
-        for copy in [copy for copy in self.copies if (copy.source, copy.target) in done]:
-            self.copies.remove(copy)
-            self._allocator.free([copy.source])
-
-    @property
-    def pending_copies(self) -> Int32:
-        """int32 ``[2, n]``, sources and targets."""
-        return np.array([[c.source for c in self.copies], [c.target for c in self.copies]], np.int32).reshape(2, -1)
 
     # --- the index ---------------------------------------------------------------------------------------
 
@@ -172,10 +152,7 @@ class PageSharing:
 
         The row's own pages are the page map's to give back.
         """
-        freed = [_NO_PAGES]
-        for copy in [copy for copy in self.copies if copy.row == row]:
-            self.copies.remove(copy)
-            freed.append(self._allocator.free([copy.source]))
+        freed = [self.copies.drop(row)]
         self._closed.discard(row)
         path = self._paths.pop(row, [])
         self._num_adopted.pop(row, None)

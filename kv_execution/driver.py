@@ -22,7 +22,8 @@ from kv_control.logit_options import check_logit_options
 from kv_control.plan import RequestId, StepBatch
 from kv_control.request import Request
 from kv_control.scheduler import Scheduler
-from kv_execution.runtime import PagedRuntime, StepOutcome
+from kv_execution.runtime import PagedRuntime
+from kv_execution.step_outcome import StepOutcome
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ May import: kv_common, kv_control, jax.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import jax
@@ -20,6 +21,18 @@ Array = Any
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
+class WindowMetadata:
+    """The part of a step's ``PageMetadata`` that is another one for layers of a window group: their pools' pages."""
+
+    slot_mapping: Array
+    kv_indptr: Array
+    kv_indices: Array
+    kv_last_page_len: Array
+    kv_first_page_offset: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
 class PageMetadata:
     """What an attention layer needs to know of a step; ``kv_common.KvPageTableV1`` without its counts.
 
@@ -28,6 +41,7 @@ class PageMetadata:
     Attributes:
       max_seqlen_k: a rung above every row's length, for kernels that are compiled for one (each is a program of its
         own); None where none are.
+      windows: what differs for the layers of each window group; empty where one page table serves all layers.
     """
 
     query_start_loc: Array
@@ -40,10 +54,23 @@ class PageMetadata:
     kv_last_page_len: Array
     kv_first_page_offset: Array
     max_seqlen_k: int | None = field(default=None, metadata={"static": True})
+    windows: tuple[WindowMetadata, ...] = ()
+
+    def of_group(self, group: int) -> PageMetadata:
+        """The step as one layer sees it: of the window group with this number, from 1 on, or (0) of no window.
+
+        Where one table serves all layers it is everybody's, as for callers who bring page tables of their own.
+        """
+        if not self.windows:
+            return self
+        own = () if group == 0 else ((f.name, getattr(self.windows[group - 1], f.name)) for f in fields(WindowMetadata))
+        return replace(self, windows=(), **dict(own))
 
     @classmethod
-    def from_table(cls, table: KvPageTableV1, max_seqlen_k: int | None = None) -> PageMetadata:
-        """The arrays of a packed table, not copied."""
+    def from_table(
+        cls, table: KvPageTableV1, max_seqlen_k: int | None = None, windows: Sequence[KvPageTableV1] = ()
+    ) -> PageMetadata:
+        """The arrays of a packed table, not copied; ``windows``: each window group's."""
         return cls(
             query_start_loc=table.query_start_loc,
             seq_lens=table.seq_lens,
@@ -55,6 +82,10 @@ class PageMetadata:
             kv_last_page_len=table.kv_last_page_len,
             kv_first_page_offset=table.kv_first_page_offset,
             max_seqlen_k=max_seqlen_k,
+            windows=tuple(
+                WindowMetadata(**{f.name: getattr(window, f.name) for f in fields(WindowMetadata)})
+                for window in windows
+            ),
         )
 
 

@@ -19,11 +19,16 @@ Params = Any
 """A pytree of weights; only the model looks inside."""
 
 Pools = Any
-"""A pytree whose leaves are the K and V pools of all layers, each ``[num_pages, tokens_per_page, heads, dim]``."""
+"""A pytree whose leaves are the K and V pools of all layers, each ``[num_pages, tokens_per_page, heads, dim]``, and
+their scales where they are quantised (``quantised.QuantisedPool``)."""
 
 
 class PagedModel(Protocol):
-    """A model bound to a paged KV pool. Both functions are pure and are traced inside the step's jit."""
+    """A model bound to a paged KV pool. Both functions are pure and are traced inside the step's jit.
+
+    One whose layers form window groups (``ControlPlane.windows``) also has ``leaf_groups``: for each leaf of its pools
+    the group whose pages it holds, 0 for layers without a window.
+    """
 
     @property
     def layout(self) -> KvStorageLayoutV1:

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from kv_common.errors import ConfigError
 from kv_common.layout import KvStorageLayoutV1
+from kv_execution.quantised import QUANTISED_DTYPES, QuantisedPool, storage_dtype
 
 Pools = Any
-"""A pytree of pool arrays, each ``[num_pages, tokens_per_page, heads, head_dim]``."""
+"""A pytree of pool arrays, each ``[num_pages, tokens_per_page, heads, head_dim]``, scales with a last axis of 1."""
 
 POOL_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PAGE_RUNGS = (8, 64, 512)
@@ -30,22 +31,28 @@ COPY_RUNG = 8
 """Page copies of one dispatch: a group's samples need one each."""
 
 
-def pool_dtype(dtype: str) -> jnp.dtype:
-    """The jnp dtype of a pool.
+def pool_dtype(dtype: str) -> np.dtype:
+    """The dtype in which the values of a pool are held.
 
     Raises:
-      ConfigError: the dtype needs scales (int8, int4, fp8), which this version does not keep.
+      ConfigError: the dtype is one that no pool is made of (int4, float8_e5m2).
     """
+    if dtype in QUANTISED_DTYPES:
+        return storage_dtype(dtype)
     if dtype not in POOL_DTYPES:
         raise ConfigError(
-            f"paged_kv_dtype={dtype!r} needs scales, which are not served yet; choose one of {', '.join(POOL_DTYPES)}"
+            f"paged_kv_dtype={dtype!r} is not served; choose one of {', '.join([*POOL_DTYPES, *QUANTISED_DTYPES])}"
         )
-    return jnp.dtype(POOL_DTYPES[dtype])
+    return np.dtype(POOL_DTYPES[dtype])
 
 
-def pool_struct(layout: KvStorageLayoutV1, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of one layer's K pool (V's are the same)."""
-    return jax.ShapeDtypeStruct(layout.pool_shape, pool_dtype(layout.dtype), sharding=sharding)
+def pool_struct(layout: KvStorageLayoutV1, sharding: Sharding | None = None) -> Any:
+    """Shape, dtype and sharding of one layer's K pool (V's are the same): a ``jax.ShapeDtypeStruct``, or a
+    ``QuantisedPool`` of two, under one sharding."""
+    values = jax.ShapeDtypeStruct(layout.pool_shape, pool_dtype(layout.dtype), sharding=sharding)
+    if layout.scales_shape is None:
+        return values
+    return QuantisedPool(values, jax.ShapeDtypeStruct(layout.scales_shape, jnp.float32, sharding=sharding))
 
 
 def create_zeroed(structs: Any) -> Any:
@@ -67,10 +74,8 @@ def _zeros_maker(leaves: tuple[tuple[tuple[int, ...], jnp.dtype, Sharding | None
     )
 
 
-def create_pools(
-    layout: KvStorageLayoutV1, sharding: Sharding | None = None
-) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Zeroed ``(k_pool, v_pool)`` of each of ``layout.num_layers`` layers."""
+def create_pools(layout: KvStorageLayoutV1, sharding: Sharding | None = None) -> tuple[tuple[Any, Any], ...]:
+    """Zeroed ``(k_pool, v_pool)`` of each of ``layout.num_layers`` layers: arrays, or ``QuantisedPool``."""
     struct = pool_struct(layout, sharding)
     return create_zeroed(tuple((struct, struct) for _ in range(layout.num_layers)))
 
@@ -92,7 +97,8 @@ class Scrubber:
         return self._run(pools, pages, 0.0)
 
     def poison(self, pools: Pools, pages: NDArray[np.int32]) -> Pools:
-        """Fill exactly ``pages`` with NaN, so that a stray read shows (``paged_poison_on_free``)."""
+        """Fill exactly ``pages`` with NaN, so that a stray read shows (``paged_poison_on_free``). Integers become 0:
+        what a quantised page reads as is NaN by its scales."""
         return self._run(pools, pages, np.nan)
 
     def copy(self, pools: Pools, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> Pools:
@@ -133,10 +139,13 @@ def pieces_of(pages: NDArray[np.int32], at_most: int = PAGE_RUNGS[-1]) -> Iterat
 
 def _overwrite_pages(pools: Pools, pages: jax.Array, value: jax.Array) -> Pools:
     """``pages``: int32, padded with ``num_pages``, one past the end, which ``mode="drop"`` discards."""
-    return jax.tree.map(
-        lambda pool: pool.at[pages].set(value.astype(pool.dtype), mode="drop", wrap_negative_indices=False),
-        pools,
-    )
+
+    def overwrite(pool: jax.Array) -> jax.Array:
+        # A NaN has no integer: what a cast makes of it is the platform's affair.
+        new = value if jnp.issubdtype(pool.dtype, jnp.floating) else jnp.where(jnp.isnan(value), 0.0, value)
+        return pool.at[pages].set(new.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
+
+    return jax.tree.map(overwrite, pools)
 
 
 def _copy_pages(pools: Pools, pages: jax.Array) -> Pools:

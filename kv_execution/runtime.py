@@ -24,15 +24,17 @@ from kv_common.errors import ConfigError
 from kv_control.bucketing import Ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.metrics import ControlMetrics
-from kv_control.plan import RequestHandle, RequestSlice, StepPlan, StepResults
+from kv_control.plan import RequestHandle, RequestSlice, StepPlan
 from kv_execution.compile_events import CompileCounter
-from kv_execution.dispatch import DecodeDispatch, DispatchOutcome
+from kv_execution.dispatch import DecodeDispatch
+from kv_execution.group_scrubber import GroupScrubber
+from kv_execution.huge_pages import back_with_huge_pages
 from kv_execution.logit_adjust import OptionTable
 from kv_execution.model import PagedModel, Params, Pools
 from kv_execution.packing import Packing, pack
-from kv_execution.pool import Scrubber
 from kv_execution.step import StepOutputs, make_step_program
 from kv_execution.step_inputs import build_step_inputs
+from kv_execution.step_outcome import StepOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,101 +44,6 @@ class PreparedStep:
     plan: StepPlan
     buffer: NDArray[np.int32]
     packing: Packing
-
-
-@dataclass(frozen=True, slots=True)
-class SliceResult:
-    """What one slice of a step brought.
-
-    Attributes:
-      slice: the slice it belongs to: results are attributed by the batch that ran, never by a cursor.
-      token: the sampled token, None where the slice did not sample.
-      logprob: its logprob under the unmodified model distribution.
-      ok: False where the logits were not finite; then ``token`` means nothing.
-      target_logprobs: float32 ``[n]`` beside ``slice.targets``, NaN where none was wanted; None without targets.
-    """
-
-    slice: RequestSlice
-    token: int | None
-    logprob: float
-    ok: bool
-    target_logprobs: NDArray[np.float32] | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """A step that was dispatched; its results may still be on their way.
-
-    Attributes:
-      plan: the batch as it ran.
-      outputs: device arrays.
-      backend: name of the attention backend that ran.
-      decode: what became of its decode rows, one outcome for each attention window of the model.
-    """
-
-    plan: StepPlan
-    outputs: StepOutputs
-    backend: str
-    decode: tuple[DispatchOutcome, ...]
-
-    @property
-    def query_lens(self) -> tuple[int, ...]:
-        """Tokens each slice ran."""
-        return tuple(self.plan.slices.num_tokens.tolist())
-
-    def results(self) -> StepResults:
-        """Wait for the step; its results beside ``plan.slices``. One small read."""
-        batch = self.plan.slices
-        outputs = self.outputs
-        wants_top = batch.options is not None and batch.options.num_top.any()
-        samples, scored, top_ids, top = jax.device_get(
-            (
-                outputs.samples,
-                outputs.target_logprobs if batch.targets is not None else None,
-                outputs.top_ids if wants_top else None,
-                outputs.top_logprobs if wants_top else None,
-            )
-        )
-        sampled, num_sampled = batch.samples, int(batch.samples.sum())
-        results = StepResults(
-            tokens=np.zeros(len(batch), np.int32),
-            logprobs=np.full(len(batch), np.nan, np.float32),
-            ok=np.ones(len(batch), np.bool_),
-            target_logprobs=None if batch.targets is None else np.full(len(batch.tokens), np.nan, np.float32),
-            top_ids=np.zeros((len(batch), top.shape[1]), np.int32) if wants_top else None,
-            top_logprobs=np.full((len(batch), top.shape[1]), np.nan, np.float32) if wants_top else None,
-        )
-        tokens, logprobs, ok = samples[:, :num_sampled]
-        results.tokens[sampled] = tokens
-        results.logprobs[sampled] = logprobs.view(np.float32)
-        results.ok[sampled] = ok != 0
-        if results.top_ids is not None and results.top_logprobs is not None:
-            results.top_ids[sampled], results.top_logprobs[sampled] = top_ids[:num_sampled], top[:num_sampled]
-        if batch.targets is not None and results.target_logprobs is not None:
-            wanted = batch.targets >= 0
-            results.target_logprobs[wanted] = scored[: int(wanted.sum())]
-            bad = wanted & ~np.isfinite(results.target_logprobs)
-            results.ok[np.repeat(np.arange(len(batch)), batch.num_tokens)[bad]] = False
-        return results
-
-    def read(self) -> list[SliceResult]:
-        """``results`` one by one, in batch order."""
-        results, batch = self.results(), self.plan.slices
-        read = []
-        for i, (piece, end) in enumerate(zip(batch, batch.ends.tolist(), strict=True)):
-            scored = results.target_logprobs
-            read.append(
-                SliceResult(
-                    slice=piece,
-                    token=int(results.tokens[i]) if batch.samples[i] else None,
-                    logprob=float(results.logprobs[i]),
-                    ok=bool(results.ok[i]),
-                    target_logprobs=scored[end - piece.num_tokens : end]
-                    if scored is not None and piece.targets is not None
-                    else None,
-                )
-            )
-        return read
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +108,7 @@ class PagedRuntime:
     ) -> None:
         self.model = model
         self.control = control
-        self._params, self._param_leaves = params, jax.tree.leaves(params)
+        self._take_params(params)
         self.params_revision = 0
         self.run_key = run_key
         self._backend = backend
@@ -211,9 +118,14 @@ class PagedRuntime:
         self._compiles = CompileCounter()
         leaves, self._pools_structure = jax.tree.flatten(model.create_pools())
         self._pool_leaves: Sequence[jax.Array] = leaves
-        self._scrubber = Scrubber(model.layout.num_pages)
-        self._program = make_step_program(model, params=params, pools=self.pools, max_num_seqs=control.max_num_seqs)
-        tokens = np.zeros(control.max_num_seqs, np.int32)
+        back_with_huge_pages(leaves)
+        self._scrubber = GroupScrubber(
+            [model.layout.num_pages, *(pages.allocator.num_pages for pages in control.windows)],
+            getattr(model, "leaf_groups", ()) if control.windows else None,
+        )
+        limits = control.limits
+        self._program = make_step_program(model, params=params, pools=self.pools, max_num_seqs=limits.max_num_seqs)
+        tokens = np.zeros(limits.max_num_seqs, np.int32)
         mesh = model.mesh
         # Placed as the program's own outputs are: fed differently, the first step would compile twice.
         self._previous_tokens = (
@@ -222,7 +134,7 @@ class PagedRuntime:
         self._num_tokens = self._num_padded = self._num_scrubbed = self._num_copied = 0
         self._rungs: dict[int, int] = {}
         self._options = OptionTable(
-            max_num_seqs=control.max_num_seqs, max_model_len=control.max_model_len, mesh=model.mesh
+            max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len, mesh=model.mesh
         )
 
     def open(self) -> RequestHandle | None:
@@ -244,12 +156,14 @@ class PagedRuntime:
         reservation = self.control.reserve(slices)
         if reservation is None:
             return None
-        if len(reservation.dirty_pages):
-            self._pool_leaves = self._scrubber.scrub(self._pool_leaves, reservation.dirty_pages)
-            self._num_scrubbed += len(reservation.dirty_pages)
-        if reservation.copies.size:
-            self._pool_leaves = self._scrubber.copy(self._pool_leaves, *reservation.copies)
-            self._num_copied += reservation.copies.shape[1]
+        self._poison()  # what left a window since; pages that are held again are about to be scrubbed
+        for group, chores in enumerate(reservation.chores):
+            if len(chores.dirty_pages):
+                self._pool_leaves = self._scrubber.scrub(self._pool_leaves, chores.dirty_pages, group)
+                self._num_scrubbed += len(chores.dirty_pages)
+            if chores.copies.size:
+                self._pool_leaves = self._scrubber.copy(self._pool_leaves, chores.copies, group)
+                self._num_copied += chores.copies.shape[1]
         plan = self.control.plan(self.control.confirm_scrubbed(reservation))
         longest = int(plan.table.seq_lens.max(initial=1))
         rung = None if self._context_ladder is None else self._context_ladder.rung(longest)
@@ -344,9 +258,13 @@ class PagedRuntime:
         self._poison(freed)
         return cleared
 
-    def _poison(self, freed: NDArray[np.int32]) -> None:
-        if self._poison_on_free and len(freed):
-            self._pool_leaves = self._scrubber.poison(self._pool_leaves, freed)
+    def _poison(self, freed: NDArray[np.int32] | None = None) -> None:
+        """Poison pages that became free: these, and those of window groups since the last call."""
+        if not self._poison_on_free:
+            return
+        for group, pages in enumerate((freed, *self.control.windows.take_freed())):
+            if pages is not None and len(pages):
+                self._pool_leaves = self._scrubber.poison(self._pool_leaves, pages, group)
 
     @property
     def params(self) -> Params:
@@ -358,7 +276,11 @@ class PagedRuntime:
         structures: set[object] = {jax.tree.structure(params), jax.tree.structure(self._params)}
         if len(structures) > 1:
             raise ConfigError("these weights are another model's: their tree differs")
+        self._take_params(params)
+
+    def _take_params(self, params: Params) -> None:
         self._params, self._param_leaves = params, jax.tree.leaves(params)
+        back_with_huge_pages(self._param_leaves)
 
     @property
     def pools(self) -> Pools:
@@ -368,6 +290,19 @@ class PagedRuntime:
     @pools.setter
     def pools(self, pools: Pools) -> None:
         self._pool_leaves = jax.tree.leaves(pools)
+        back_with_huge_pages(self._pool_leaves)
+
+    @property
+    def has_pools(self) -> bool:
+        """Whether there are pools: not from ``drop_pools`` until others take their place."""
+        return bool(self._pool_leaves)
+
+    def drop_pools(self) -> None:
+        """Give the pools' memory back; no step may run until ``pools`` is set again."""
+        leaves, self._pool_leaves = self._pool_leaves, []
+        for leaf in leaves:
+            if not leaf.is_deleted():
+                leaf.delete()
 
     def metrics(self) -> RuntimeMetrics:
         """Counts so far."""

@@ -8,51 +8,36 @@ paths stay what they were, so checkpoints, ``update_params`` and weight maps do 
 
 For:        deciding what may be bound, and binding it.
 Not for:    running a step (model.py) or loading weights (loading.py).
-May import: kv_common, kv_control, kv_execution, jax, flax, maxtext.
+May import: kv_common, kv_control, kv_execution, jax, flax, maxtext, maxtext_paged.families.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from maxtext.common.common_types import AttentionType, DecoderBlockType
+from maxtext.common.common_types import AttentionType
 from maxtext.layers.attentions import Attention
 from maxtext.layers.normalizations import RMSNorm
 
 from kv_common.errors import UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
+from kv_common.window_group import WindowGroup
 from kv_execution.attention.api import AttentionOptions, PagedAttentionBackend, paged_attention
 from kv_execution.metadata import PageMetadata
-
-SUPPORTED_BLOCKS = frozenset(
-    {
-        DecoderBlockType.LLAMA2,
-        DecoderBlockType.MISTRAL,
-        DecoderBlockType.MIXTRAL,
-        DecoderBlockType.GEMMA,
-        DecoderBlockType.GEMMA2,
-        DecoderBlockType.GEMMA3,
-        DecoderBlockType.QWEN2,
-        DecoderBlockType.QWEN3,
-        DecoderBlockType.QWEN3_MOE,
-        DecoderBlockType.GPT_OSS,
-        DecoderBlockType.OLMO3,
-    }
-)
-"""Decoder blocks whose attention was compared with MaxText's dense forward."""
-
-SUPPORTED_ATTENTION = frozenset({AttentionType.GLOBAL, AttentionType.LOCAL_SLIDING})
+from kv_execution.pool import pool_struct
+from maxtext_paged.families import require_supported_attention, require_supported_block
 
 _QUERIES_ARRIVE_SCALED = 1.0
 """MaxText folds ``1/sqrt(head_dim)`` into the query projection (or its ``query_pre_attn_scalar``)."""
 
 
 class PagePool(nnx.Cache):
-    """One layer's K or V pool, ``[num_pages, tokens_per_page, kv_heads, head_dim]``."""
+    """One layer's K or V pool, ``[num_pages, tokens_per_page, kv_heads, head_dim]``; a ``QuantisedPool`` has scales."""
 
 
 class StepVariable(nnx.Variable):
@@ -97,7 +82,10 @@ def attention_options(attention: Attention) -> AttentionOptions:
 
 
 class PagedAttentionOp(nnx.Module):
-    """Attention over this layer's page pool, with the call signature of MaxText's ``AttentionOp``."""
+    """Attention over this layer's page pool, with the call signature of MaxText's ``AttentionOp``.
+
+    ``group``: the window group whose pages the pool holds, from 1 on; 0: those of layers without one.
+    """
 
     def __init__(
         self,
@@ -108,15 +96,18 @@ class PagedAttentionOp(nnx.Module):
         backend: PagedAttentionBackend,
         mesh: Mesh,
         head_axes: tuple[str, ...],
+        group: int = 0,
     ) -> None:
         self.options = attention_options(attention)
+        self.group = group
         self.backend = backend
         self.mesh = mesh
         self.head_axes = head_axes
         self.step = step
-        dtype = jnp.dtype(layout.dtype)
-        self.k_pool = PagePool(jnp.zeros(layout.pool_shape, dtype))
-        self.v_pool = PagePool(jnp.zeros(layout.pool_shape, dtype))
+        struct = pool_struct(layout)
+        self.k_pool, self.v_pool = (
+            PagePool(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), struct)) for _ in range(2)
+        )
 
     def __call__(
         self,
@@ -146,7 +137,7 @@ class PagedAttentionOp(nnx.Module):
             value=value[0],
             k_pool=self.k_pool.get_value(),
             v_pool=self.v_pool.get_value(),
-            pages=self.step.pages.get_value(),
+            pages=self.step.pages.get_value().of_group(self.group),
             sinks=None if sinks is None else jnp.asarray(getattr(sinks, "get_value", lambda: sinks)(), jnp.float32),
             mesh=self.mesh,
             head_axes=self.head_axes,
@@ -183,16 +174,6 @@ class RowSelectingRMSNorm(RMSNorm):
         return super().__call__(jnp.take(x, self.step.rows.get_value(), axis=1), out_sharding)
 
 
-def require_supported_block(config: Any) -> None:
-    """Refuse, before a model is built, a decoder block that was never compared with dense."""
-    block = config.decoder_block
-    if block not in SUPPORTED_BLOCKS:
-        raise UnsupportedError(
-            f"decoder_block={block.value} is not supported by attention=gpu_paged; "
-            f"supported: {', '.join(sorted(block.value for block in SUPPORTED_BLOCKS))}"
-        )
-
-
 def attention_modules(model: nnx.Module) -> list[tuple[str, Attention]]:
     """Every attention of a model with its path, refusing by name what must not be bound.
 
@@ -206,11 +187,7 @@ def attention_modules(model: nnx.Module) -> list[tuple[str, Attention]]:
             continue
         if type(module) is not Attention:
             raise UnsupportedError(f"{name} is a {type(module).__name__}: paged attention binds plain Attention only")
-        if module.attention_type not in SUPPORTED_ATTENTION:
-            raise UnsupportedError(
-                f"{name} has attention_type={module.attention_type.value}: attention=gpu_paged serves "
-                f"{', '.join(sorted(kind.value for kind in SUPPORTED_ATTENTION))}"
-            )
+        require_supported_attention(name, module)
         if module.is_vision or module.share_kv_layer or module.use_mrope or module.is_qwen3_hybrid:
             raise UnsupportedError(
                 f"{name} is a vision, KV-sharing, M-RoPE or gated layer: attention=gpu_paged declines it"
@@ -243,12 +220,13 @@ def bind_paged_attention(
     backend: PagedAttentionBackend,
     mesh: Mesh,
     head_axes: tuple[str, ...],
+    window_groups: Sequence[WindowGroup] = (),
 ) -> nnx.Module:
     """Exchange a model's attention, in place, and return it.
 
     Args:
       model: MaxText's ``Transformer``, built in a mode other than training; abstract inside ``nnx.eval_shape``.
-      layout: geometry of the pools, ``num_layers`` of them.
+      layout: geometry of the pools, ``num_layers`` of them, but for those of ``window_groups``.
       mesh, head_axes: the model's own mesh and its axes that shard KV heads.
 
     Raises:
@@ -256,11 +234,17 @@ def bind_paged_attention(
     """
     step = StepBinding()
     modules = attention_modules(model)
-    if len(modules) != layout.num_layers:
-        raise UnsupportedError(f"the layout counts {layout.num_layers} attention layers, the model has {len(modules)}")
-    for _, attention in modules:
+    layouts = [layout, *(group.layout for group in window_groups)]
+    numbers: dict[int | None, int] = {group.window: i for i, group in enumerate(window_groups, start=1)}
+    groups = [numbers.get(attention_options(attention).sliding_window, 0) for _, attention in modules]
+    for i, one in enumerate(layouts):
+        if groups.count(i) != one.num_layers:
+            raise UnsupportedError(
+                f"the layout counts {one.num_layers} attention layers, the model has {groups.count(i)}"
+            )
+    for (_, attention), i in zip(modules, groups, strict=True):
         attention.attention_op = PagedAttentionOp(
-            attention, layout, step=step, backend=backend, mesh=mesh, head_axes=head_axes
+            attention, layouts[i], step=step, backend=backend, mesh=mesh, head_axes=head_axes, group=i
         )
         attention.KVCache_0 = NoDenseCache()
     norm = model.decoder.decoder_norm

@@ -10,6 +10,7 @@ May import: the standard library.
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ def collector_paused(*, freeze: bool = False) -> Iterator[None]:
 
     Args:
       freeze: afterwards leave what is alive to the process's end, unwalked (``gc.freeze``). Only for whoever owns the
-        process: cycles among it are never collected.
+        process: cycles among it are not collected before.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -30,5 +31,6 @@ def collector_paused(*, freeze: bool = False) -> Iterator[None]:
     finally:
         if freeze:
             gc.freeze()
+            atexit.register(gc.unfreeze)  # at the end extension modules look for what they made, and list what was kept
         if was_on:
             gc.enable()

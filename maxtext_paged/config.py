@@ -55,6 +55,11 @@ class PagedOptions(BaseModel):
         ge=0,
         description="Pages of the pool. 0: from `paged_kv_budget_bytes`, or the default described there.",
     )
+    paged_window_pages: Annotated[Literal["auto", "off"], BeforeValidator(_as_switch)] = Field(
+        "auto",
+        description="auto: layers with a sliding window have their own pools and keep only the pages of their window. "
+        "Their page count follows from `paged_num_pages` or the budget. off: all layers keep all pages.",
+    )
     paged_kv_budget_bytes: int = Field(
         0,
         ge=0,
@@ -143,8 +148,11 @@ class PagedOptions(BaseModel):
         f"{MEASURED_FLOORS['cpu'].min_tokens_per_request} on CPUs, as measured, and "
         f"{UNMEASURED_FLOORS.min_tokens_per_request} on other devices.",
     )
-    paged_kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Element type of the pools. auto: the model's `dtype`."
+    paged_kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8"] = Field(
+        "auto",
+        description="Element type of the pools. auto: the model's `dtype`. float8_e4m3fn, int8: about a quarter of "
+        "float32's bytes, with a float32 scale for each token and head, which lies and dies with its page; scales "
+        "come from the data, nothing is calibrated. What each costs in accuracy stands in docs/kv-dtypes.md.",
     )
     paged_poison_on_free: bool = Field(
         False,

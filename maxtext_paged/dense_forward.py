@@ -24,7 +24,8 @@ from maxtext.configs import pyconfig
 from numpy.typing import ArrayLike, NDArray
 
 from kv_common.errors import ConfigError
-from maxtext_paged.model import abstract_model, materialize_rng_state
+from maxtext_paged.geometry import abstract_model
+from maxtext_paged.model import materialize_rng_state
 
 SHORTEST = 64
 """Tokens of the shortest program: sequences are padded at their end, to this or to twice, four times, ... as many."""

@@ -19,11 +19,12 @@ from kv_common.errors import ConfigError, PageStateError, RequestError, StaleHan
 from kv_control.logit_options import NO_LOGIT_OPTIONS, LogitOptions
 from kv_control.plan import RequestHandle, RequestId, RequestSlice, SamplingSpec
 from kv_control.request import Request, RequestStatus
-from kv_execution.runtime import StepOutcome
+from kv_execution.step_outcome import StepOutcome
+from maxtext_paged.assembly import PagedAssembly, assemble, paging_config
 from maxtext_paged.loading import load_params, params_from_tree
 from maxtext_paged.rows import Row, row_seed
 from maxtext_paged.sampling_defaults import default_sampling
-from maxtext_paged.session import PagedAssembly, PagedSession, assemble, paging_config, start_session
+from maxtext_paged.session import PagedSession, start_session
 from maxtext_paged.token_stream import PagedToken, TokenStream
 from maxtext_paged.tokenizer import as_token_ids, load_tokenizer
 from maxtext_paged.worker import PagedInferenceWorker
@@ -178,8 +179,8 @@ class PagedMaxEngine(MaxEngine):
         if request.max_tokens < 1:
             session.driver.cancel(request.id)
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens and fills the context of {session.control.max_model_len}: raise "
-                "`max_target_length` or shorten the prompt"
+                f"the prompt has {len(prompt)} tokens and fills the context of "
+                f"{session.control.limits.max_model_len}: raise `max_target_length` or shorten the prompt"
             )
         while not full and not request.num_generated and not request.finished:
             worker.step()

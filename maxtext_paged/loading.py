@@ -85,7 +85,7 @@ def _prepare_restore(model: MaxTextPagedModel, checkpoint: str) -> Callable[[], 
             "for example .../0/items"
         )
     stored = {_plain(path): (path, leaf) for path, leaf in _leaves(tree)}
-    sources, shapes = _sources(model, {path: tuple(leaf.shape) for path, (_, leaf) in stored.items()})
+    sources, shapes = _sources(model, {path: leaf for path, (_, leaf) in stored.items()})
     targets: dict[Path, jax.ShapeDtypeStruct] = {}
     for path, source in sources.items():
         held = _abstract(model)[path]
@@ -118,7 +118,7 @@ def params_from_tree(model: MaxTextPagedModel, params: Any) -> nnx.State:
     if isinstance(params, nnx.State):
         params = nnx.to_pure_dict(params)
     arrays = {_plain(path): leaf for path, leaf in _leaves(params)}
-    sources, _ = _sources(model, {path: tuple(leaf.shape) for path, leaf in arrays.items()})
+    sources, _ = _sources(model, arrays)
     return _assemble(model, sources, arrays)
 
 
@@ -146,9 +146,17 @@ def _put(tree: dict[str, Any], path: Path, leaf: Any) -> None:
 
 
 def _sources(
-    model: MaxTextPagedModel, shapes: dict[Path, tuple[int, ...]]
+    model: MaxTextPagedModel, leaves: Mapping[Path, Any]
 ) -> tuple[dict[Path, StackedSource], dict[Path, tuple[int, ...]]]:
-    """For each parameter of the model, where it is; everything missing or misshapen is refused at once."""
+    """For each parameter of the model, where it is; everything missing, misshapen or quantised is refused at once.
+
+    Args:
+      leaves: whatever has a shape and a dtype, by path.
+
+    Returns:
+      The places, and the shape of each leaf.
+    """
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     axis = int(model.config.param_scan_axis)
     num_layers = int(model.config.num_decoder_layers)
     found = locate(shapes, num_layers) if is_scanned(shapes) else {path: StackedSource(path, None) for path in shapes}
@@ -170,11 +178,19 @@ def _sources(
         if shape != tuple(expected):
             problems.append(f"{name} has shape {shape}, the model needs {tuple(expected)}")
             continue
+        if _is_quantised(dtype := jnp.dtype(leaves[source.path].dtype)):
+            problems.append(f"{name} holds {dtype.name}: quantised weights are not loaded")
+            continue
         sources[path] = source
     if problems:
         more = f" (and {len(problems) - 6} more)" if len(problems) > 6 else ""
         raise ConfigError("the parameters do not fit the model: " + "; ".join(problems[:6]) + more)
     return sources, shapes
+
+
+def _is_quantised(dtype: Any) -> bool:
+    """Whether numbers of this dtype mean something only together with a scale, which is not read here."""
+    return not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2
 
 
 def _stacked_sharding(model: MaxTextPagedModel, held: jax.ShapeDtypeStruct) -> NamedSharding:

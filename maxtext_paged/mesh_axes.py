@@ -3,7 +3,7 @@
 A mesh may come from a caller and have any axes, so it is judged itself; options.py judges the ``ici_*`` options.
 
 For:        refusing, by the axis's name, a mesh that would not do what its axes promise.
-Not for:    which axes shard KV heads (kv_execution.sharding), or making meshes (session.py).
+Not for:    which axes shard KV heads (kv_execution.sharding), or making meshes (assembly.py).
 May import: kv_common, kv_execution, jax.
 """
 

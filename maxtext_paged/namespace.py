@@ -43,7 +43,7 @@ def cache_namespace(
         rope=rope_identity(config),
         kv_dtype=layout.dtype,
         quantization=(str(getattr(config, "quantization", "") or ""), np.dtype(config.dtype).name),
-        layout=(layout.num_layers, layout.tokens_per_page, layout.num_kv_heads, layout.head_dim),
+        layout=(model.num_layers, layout.tokens_per_page, layout.num_kv_heads, layout.head_dim),
         sharding=(tuple((axis, model.mesh.shape[axis]) for axis in model.head_axes), layout.pool_replicas),
     )
 

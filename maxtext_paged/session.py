@@ -1,7 +1,7 @@
-"""From a MaxText configuration to a running paged loop: the one assembly that every entry point shares.
+"""A running paged loop: weights, pools, control plane, runtime and driver of one assembled model.
 
-For:        worker, engine, command and benchmarks: options, mesh, pool size, backend, model, weights, runtime, driver.
-Not for:    any of those parts.
+For:        worker, engine, command and benchmarks, which all open a session here.
+Not for:    what a configuration comes to (assembly.py), or any of the parts.
 May import: kv_common, kv_control, kv_execution, jax, maxtext, maxtext_paged.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,56 +17,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from maxtext.configs import pyconfig
-from maxtext.utils import maxtext_utils
 
-from kv_common.errors import ConfigError, KvCacheError
-from kv_common.layout import KvStorageLayoutV1
+from kv_common.dtypes import ELEMENT_BITS, described
+from kv_common.errors import KvCacheError
 from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.scheduler import Scheduler
 from kv_execution.attention.decode_plans import (
     context_ladder,
-    decode_floors,
-    decode_plans,
-    decode_workspace_bytes,
-    has_split_kv,
 )
-from kv_execution.attention.select import KNOWN_BACKENDS, BackendChoice, choose_backend
-from kv_execution.dispatch import DecodeDispatch, SplitFloors, floors_for
+from kv_execution.attention.select import KNOWN_BACKENDS, BackendChoice
+from kv_execution.dispatch import DecodeDispatch
 from kv_execution.driver import PagedDriver
-from kv_execution.products import ProductChoice, choose_products, num_native_products
+from kv_execution.products import num_native_products
 from kv_execution.runtime import PagedRuntime
+from maxtext_paged.assembly import PagedAssembly, assemble
 from maxtext_paged.collector import collector_paused
-from maxtext_paged.config import DEFAULT_MAX_NUM_SEQS, PagedOptions
+from maxtext_paged.config import PagedOptions
 from maxtext_paged.loading import params_from_tree, prepare_params
-from maxtext_paged.model import MaxTextPagedModel, ModelGeometry, model_geometry, weight_device_bytes
+from maxtext_paged.model import MaxTextPagedModel
 from maxtext_paged.namespace import cache_namespace
-from maxtext_paged.options import check_options
 from maxtext_paged.processes import check_agreement
-from maxtext_paged.sizing import PoolSize, free_memory, pool_size
+from maxtext_paged.sizing import PoolSize
+from maxtext_paged.window_sizing import describe_group
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PagedAssembly:
-    """What a configuration decides before any weight is loaded or page allocated.
-
-    Attributes:
-      config: MaxText's configuration, as the model was built from it. options: the ``paged_*`` ones.
-      model: the bound model. backend: which attention kernels it was bound with, and why.
-      decode: how decode rows are dispatched.
-      pool: how many pages, and why. max_num_seqs: requests that run at once.
-    """
-
-    config: Any
-    options: PagedOptions
-    model: MaxTextPagedModel
-    backend: BackendChoice
-    decode: DecodeDispatch
-    pool: PoolSize
-    max_num_seqs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +96,8 @@ class PagedSession:
     @property
     def asleep(self) -> bool:
         """Whether ``sleep`` gave the pools back."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.runtime.pools))
+        # Not whether arrays are deleted: a step's old pools are, in the moment before the new ones take their place.
+        return not self.runtime.has_pools
 
     def sleep(self) -> int:
         """Give the pools' memory back until ``wake``; cached pages are forgotten, weights stay. Returns the bytes.
@@ -137,8 +113,8 @@ class PagedSession:
             )
         self.driver.settle()
         self.runtime.reset_prefix_cache()
-        self.close()
-        return self.model.layout.total_pool_bytes()
+        self.runtime.drop_pools()
+        return self.model.total_pool_bytes()
 
     def wake(self) -> None:
         """Take the pools' memory again, after ``sleep``. Nothing compiles."""
@@ -155,9 +131,7 @@ class PagedSession:
 
     def close(self) -> None:
         """Give the pools' memory back. Weights may be the caller's and are only let go; no step runs any more."""
-        for leaf in jax.tree.leaves(self.runtime.pools):
-            if not leaf.is_deleted():
-                leaf.delete()
+        self.runtime.drop_pools()
 
 
 _NO_WEIGHTS = bytes(32)
@@ -190,61 +164,6 @@ def run_key(rng: Any, mesh: Mesh) -> jax.Array:
     return jax.jit(partial(jax.random.wrap_key_data, impl=jax.random.key_impl(key)), out_shardings=replicated)(words)
 
 
-def paging_config(config: Any) -> Any:
-    """The configuration as the paged model is built from it.
-
-    ``scan_layers=false``: layers run one by one, whatever the checkpoint holds. ``max_prefill_predict_length`` sizes
-    only the dense cache that is thrown away, but MaxText refuses to build one that leaves no room to decode.
-    """
-    update: dict[str, Any] = {}
-    if config.scan_layers:
-        update["scan_layers"] = False
-    if config.max_prefill_predict_length >= config.max_target_length:
-        update["max_prefill_predict_length"] = max(1, config.max_target_length - 1)
-    return pyconfig.HyperParameters(config._pydantic_config.model_copy(update=update)) if update else config
-
-
-def default_mesh(config: Any, devices: Any = None) -> Mesh:
-    """MaxText's own mesh for this configuration."""
-    return Mesh(maxtext_utils.create_device_mesh(config=config, devices=devices), config.mesh_axes)
-
-
-def split_floors(options: PagedOptions, mesh: Mesh) -> SplitFloors:
-    """From how many visible tokens on decode rows are cut over their keys: the options', or the devices' own."""
-    given = options.paged_split_kv_min_tokens, options.paged_split_kv_min_tokens_per_request
-    return floors_for(mesh.devices.flat[0].platform, *given)
-
-
-def native_switch(options: PagedOptions) -> int | None:
-    """``paged_attention_native`` as a number; None leaves the choice open."""
-    return None if options.paged_attention_native == "auto" else int(options.paged_attention_native)
-
-
-def backend_of(options: PagedOptions, geometry: ModelGeometry, mesh: Mesh, layout: KvStorageLayoutV1) -> BackendChoice:
-    """Which attention kernels serve a model with pools of this layout."""
-    return choose_backend(
-        options.paged_backend,
-        mesh.devices.flat[0].platform,
-        layout,
-        tuple(dict.fromkeys(geometry.layer_options)),
-        has_sinks=geometry.has_sinks,
-        native_switch=native_switch(options),
-        floors=split_floors(options, mesh),
-    )
-
-
-def products_of(options: PagedOptions, config: Any, mesh: Mesh) -> ProductChoice:
-    """Which matrix products of a model run natively."""
-    return choose_products(
-        options.paged_native_products,
-        platform=mesh.devices.flat[0].platform,
-        num_devices=mesh.size,
-        dtype=np.dtype(config.dtype).name,
-        native_switch=native_switch(options),
-        weight_dtype=options.paged_weight_dtype,
-    )
-
-
 def open_session(config: Any, *, mesh: Mesh | None = None, params: Any = None, rng: Any = None) -> PagedSession:
     """Assemble everything; logs one INFO line that says what was allocated and what decided it.
 
@@ -261,60 +180,6 @@ def open_session(config: Any, *, mesh: Mesh | None = None, params: Any = None, r
 
 
 @collector_paused()
-def assemble(config: Any, *, mesh: Mesh | None = None) -> PagedAssembly:
-    """Everything of ``open_session`` that allocates nothing; arguments and errors as there."""
-    if config.attention != "gpu_paged":
-        raise ConfigError(f"attention={config.attention}: a paged session needs attention=gpu_paged")
-    options = PagedOptions.from_config(config)
-    check_options(config)
-    config = paging_config(config)
-    mesh = default_mesh(config) if mesh is None else mesh
-    geometry = model_geometry(config, mesh)
-    max_model_len = int(config.max_target_length)
-    max_num_seqs = options.paged_max_num_seqs or min(
-        max(DEFAULT_MAX_NUM_SEQS, int(config.per_device_batch_size * mesh.size)), options.paged_max_num_batched_tokens
-    )
-    activations = np.dtype(config.dtype).name
-    kv_dtype = activations if options.paged_kv_dtype == "auto" else options.paged_kv_dtype
-    one_page = geometry.layout(mesh, num_pages=1, tokens_per_page=options.paged_tokens_per_page, dtype=kv_dtype)
-    query_heads = geometry.num_query_heads // one_page.head_shards
-    nominal = backend_of(options, geometry, mesh, one_page).backend
-    workspace = decode_workspace_bytes(nominal, one_page, query_heads, activations, max_num_seqs, max_model_len)
-    fraction = options.paged_kv_memory_fraction
-    pool = pool_size(
-        one_page,
-        num_pages=options.paged_num_pages,
-        budget_bytes=options.paged_kv_budget_bytes,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        memory_fraction=fraction,
-        free=free_memory(mesh.local_devices) if fraction else None,
-        step_workspace_bytes=workspace,
-        weight_bytes=geometry.weight_bytes,
-    )
-    layout = replace(one_page, num_pages=pool.num_pages)
-    backend = backend_of(options, geometry, mesh, layout)  # again: kernels may limit a pool's pages
-    decode = DecodeDispatch(
-        tuple(dict.fromkeys(layer.sliding_window for layer in geometry.layer_options)),
-        None if has_split_kv(backend.backend) else f"the {backend.name} backend has no split-KV ({backend.reason})",
-        decode_floors(backend.backend, split_floors(options, mesh)),
-        forced=native_switch(options) == 1,
-        plans=decode_plans(backend.backend, layout, query_heads, activations),
-    )
-    model = MaxTextPagedModel(
-        config,
-        mesh,
-        layout=layout,
-        head_axes=geometry.head_axes,
-        backend=backend.backend,
-        products=products_of(options, config, mesh),
-        model=geometry.model,
-    )
-    pool = replace(pool, weight_bytes=weight_device_bytes(model.abstract_params))  # as held: maybe half
-    return PagedAssembly(config, options, model, backend, decode, pool, max_num_seqs)
-
-
-@collector_paused()
 def start_session(
     assembly: PagedAssembly, *, params: Any = None, rng: Any = None, first_step_tokens: int = 0
 ) -> PagedSession:
@@ -323,50 +188,21 @@ def start_session(
     Args:
       first_step_tokens: of the first step, where somebody knows: its program is obtained while weights load.
     """
-    options, model, layout = assembly.options, assembly.model, assembly.model.layout
+    options, model = assembly.options, assembly.model
     max_num_seqs, max_model_len = assembly.max_num_seqs, int(assembly.config.max_target_length)
-    check_agreement(
-        model.mesh,
-        {
-            "paged_num_pages": layout.num_pages,
-            "paged_tokens_per_page": layout.tokens_per_page,
-            "paged_max_num_seqs": max_num_seqs,
-            "paged_max_num_batched_tokens": options.paged_max_num_batched_tokens,
-            "paged_prefill_chunk_tokens": options.paged_prefill_chunk_tokens,
-            "paged_enable_prefix_cache": int(options.paged_enable_prefix_cache),
-            "paged_backend": KNOWN_BACKENDS.index(assembly.backend.name),
-            "max_target_length": max_model_len,
-        },
-    )
+    check_agreement(model.mesh, _agreed(assembly))
     load = prepare_params(model) if params is None else None  # what does not fit is found before pools are made
     if params is not None:
         params = params_from_tree(model, params)
     control = ControlPlane(
-        layout,
+        model.layout,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         token_ladder=token_ladder(options.paged_max_num_batched_tokens),
         prefix_namespace=_NO_WEIGHTS if options.paged_enable_prefix_cache else None,
+        window_groups=model.window_groups,
     )
-    logger.info(
-        "KV pool: %d pages of %d tokens, %d layers, %s, %.1f MiB a device, %.1f MiB in all, beside %.1f MiB of "
-        "split-KV workspace and %.1f MiB of weights a device (%s)",
-        layout.num_pages,
-        layout.tokens_per_page,
-        layout.num_layers,
-        layout.dtype,
-        layout.device_pool_bytes() / 2**20,
-        layout.total_pool_bytes() / 2**20,
-        assembly.pool.workspace_bytes / 2**20,
-        assembly.pool.weight_bytes / 2**20,
-        assembly.pool.reason,
-    )
-    if layout.num_slots < max_model_len:
-        logger.warning(
-            "the pool holds %d tokens, max_target_length=%d: longer requests are refused when they are submitted",
-            layout.num_slots,
-            max_model_len,
-        )
+    _log_pools(assembly)
     make_runtime = partial(
         PagedRuntime,
         model,
@@ -410,3 +246,46 @@ def start_session(
         pool=assembly.pool,
         max_num_seqs=max_num_seqs,
     )
+
+
+def _agreed(assembly: PagedAssembly) -> dict[str, int]:
+    """What every process of a run must have decided alike: their steps are one program's."""
+    options, model, layout = assembly.options, assembly.model, assembly.model.layout
+    return {
+        "paged_num_pages": layout.num_pages,
+        "paged_tokens_per_page": layout.tokens_per_page,
+        "paged_max_num_seqs": assembly.max_num_seqs,
+        "paged_max_num_batched_tokens": options.paged_max_num_batched_tokens,
+        "paged_kv_dtype": list(ELEMENT_BITS).index(layout.dtype),
+        "paged_prefill_chunk_tokens": options.paged_prefill_chunk_tokens,
+        "paged_enable_prefix_cache": int(options.paged_enable_prefix_cache),
+        "paged_backend": KNOWN_BACKENDS.index(assembly.backend.name),
+        "max_target_length": int(assembly.config.max_target_length),
+        **{f"pages of window {group.window}": group.layout.num_pages for group in model.window_groups},
+    }
+
+
+def _log_pools(assembly: PagedAssembly) -> None:
+    model, layout = assembly.model, assembly.model.layout
+    max_model_len = int(assembly.config.max_target_length)
+    logger.info(
+        "KV pool: %d pages of %d tokens, %d layers, %s, %.1f MiB a device, %.1f MiB in all, beside %.1f MiB of "
+        "split-KV workspace and %.1f MiB of weights a device (%s)",
+        layout.num_pages,
+        layout.tokens_per_page,
+        layout.num_layers,
+        described(layout.dtype),
+        layout.device_pool_bytes() / 2**20,
+        layout.total_pool_bytes() / 2**20,
+        assembly.pool.workspace_bytes / 2**20,
+        assembly.pool.weight_bytes / 2**20,
+        assembly.pool.reason,
+    )
+    for group in model.window_groups:
+        logger.info("KV pool beside it: %s", describe_group(group))
+    if layout.num_slots < max_model_len:
+        logger.warning(
+            "the pool holds %d tokens, max_target_length=%d: longer requests are refused when they are submitted",
+            layout.num_slots,
+            max_model_len,
+        )

@@ -3,7 +3,7 @@
 For:        turning ``paged_num_pages``, ``paged_kv_budget_bytes`` or ``paged_kv_memory_fraction`` into a page count, or
             a refusal with numbers.
 Not for:    allocating.
-May import: kv_common.
+May import: kv_common, maxtext_paged.window_sizing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 from kv_common.errors import ConfigError
 from kv_common.layout import MAX_SLOTS, KvStorageLayoutV1
+from kv_common.window_group import WindowGroup
+from maxtext_paged.window_sizing import GroupDemand, bytes_of_pools, groups_beside, most_pages, rows_that_fit
 
 DEFAULT_BUDGET_BYTES = 1 << 30
 """Most bytes per device that a pool takes when no option is set."""
@@ -33,12 +35,14 @@ class PoolSize:
       num_pages: pages of the pool. reason: what decided it.
       workspace_bytes: split-KV workspace of all steps in flight on one device.
       weight_bytes: weights on one device.
+      window_groups: layers with a sliding window that have pages of their own, with their page counts.
     """
 
     num_pages: int
     reason: str
     workspace_bytes: int = 0
     weight_bytes: int = 0
+    window_groups: tuple[WindowGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ def pool_size(
     free: FreeMemory | None = None,
     step_workspace_bytes: int = 0,
     weight_bytes: int = 0,
+    demands: Sequence[GroupDemand] = (),
 ) -> PoolSize:
     """Pages of a pool. The first option that is set decides, in the order of the arguments.
 
@@ -90,33 +95,40 @@ def pool_size(
       memory_fraction: ``paged_kv_memory_fraction``, 0 if unset; of ``free`` less the weights.
       step_workspace_bytes: split-KV workspace of one step on one device; 0 for a backend that has none.
       weight_bytes: weights on one device, not loaded yet.
+      demands: layers with a sliding window that get pages of their own; ``one_page`` is of the other layers.
 
     Raises:
       ConfigError: the budget does not hold one page; names the smallest that works.
     """
     workspace = STEPS_IN_FLIGHT * step_workspace_bytes
-    page_bytes = one_page.page_bytes()
+
+    def divided(pages: int) -> int:
+        return bytes_of_pools(one_page, demands, pages, ample=False)
+
+    page_bytes = divided(1)
     smallest = page_bytes + workspace
     costs = (
         f"one page of {one_page.tokens_per_page} tokens is {page_bytes} bytes over all layers, the split-KV workspace "
         f"of {STEPS_IN_FLIGHT} steps {workspace}, the weights {weight_bytes}, on each device"
     )
 
-    def sized(pages: int, reason: str) -> PoolSize:
+    def sized(pages: int, reason: str, *, ample: bool = False) -> PoolSize:
         most = MAX_SLOTS // one_page.tokens_per_page
         if pages > most:
             pages, reason = most, f"{reason}, cut to the {most} pages that int32 slot numbers reach"
-        return PoolSize(pages, reason, workspace, weight_bytes)
+        groups = groups_beside(demands, pages, ample=ample)
+        return PoolSize(pages, reason, workspace, weight_bytes, groups)
 
     if num_pages:
-        return PoolSize(num_pages, f"paged_num_pages={num_pages}", workspace, weight_bytes)
+        groups = groups_beside(demands, num_pages, ample=True)
+        return PoolSize(num_pages, f"paged_num_pages={num_pages}", workspace, weight_bytes, groups)
     if budget_bytes:
         if budget_bytes < smallest:
             raise ConfigError(
                 f"paged_kv_budget_bytes={budget_bytes} holds no page: {costs}; the smallest budget that works is "
                 f"{smallest}"
             )
-        return sized((budget_bytes - workspace) // page_bytes, f"paged_kv_budget_bytes={budget_bytes}")
+        return sized(most_pages(budget_bytes - workspace, divided), f"paged_kv_budget_bytes={budget_bytes}")
     if memory_fraction and free is not None:
         budget = int(memory_fraction * max(0, free.num_bytes - weight_bytes))
         if budget < smallest:
@@ -127,20 +139,32 @@ def pool_size(
                 "XLA_PYTHON_CLIENT_PREALLOCATE"
             )
         return sized(
-            (budget - workspace) // page_bytes,
+            most_pages(budget - workspace, divided),
             f"paged_kv_memory_fraction={memory_fraction}: {budget} bytes of {free.num_bytes} free, {free.source}, less "
             f"{weight_bytes} of weights",
         )
     wanted = max_num_seqs * one_page.pages_for(max_model_len)
-    affordable = max((DEFAULT_BUDGET_BYTES - workspace) // page_bytes, one_page.pages_for(max_model_len))
-    if wanted <= affordable:
-        return sized(wanted, f"{max_num_seqs} requests of {max_model_len} tokens at once")
+    affordable = max(most_pages(DEFAULT_BUDGET_BYTES - workspace, divided), one_page.pages_for(max_model_len))
+    ample = bytes_of_pools(one_page, demands, wanted, ample=True) <= DEFAULT_BUDGET_BYTES - workspace
+    if ample or wanted <= affordable:
+        return sized(wanted, f"{max_num_seqs} requests of {max_model_len} tokens at once", ample=True)
     return sized(affordable, "the default budget of 1 GiB a device; set paged_num_pages or paged_kv_budget_bytes")
 
 
-def requests_at_once(layout: KvStorageLayoutV1, num_tokens: int, max_num_seqs: int) -> int:
-    """How many requests of ``num_tokens`` tokens, prompt and completion, run at once, sharing nothing."""
-    return min(max_num_seqs, layout.num_pages // layout.pages_for(num_tokens))
+def requests_at_once(
+    layout: KvStorageLayoutV1,
+    num_tokens: int,
+    max_num_seqs: int,
+    window_groups: Sequence[WindowGroup] = (),
+    step_tokens: int = 1,
+) -> int:
+    """How many requests of ``num_tokens`` tokens, prompt and completion, run at once, sharing nothing.
+
+    Args:
+      step_tokens: of the largest step: what prompts under way need beyond their windows.
+    """
+    windows = (rows_that_fit(group, num_tokens, step_tokens) for group in window_groups)
+    return min(max_num_seqs, layout.num_pages // layout.pages_for(num_tokens), *windows)
 
 
 def _available_host_bytes() -> int | None:

@@ -19,13 +19,15 @@ from jax.sharding import Mesh
 from maxtext.configs import pyconfig
 from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 
-from kv_common.errors import ConfigError
+from kv_common.dtypes import scale_bits
+from kv_common.errors import ConfigError, UnsupportedError
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.sharding import head_shards
+from maxtext_paged.assembly import backend_of, paging_config, products_of
 from maxtext_paged.config import PagedMaxTextConfig, PagedOptions
-from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.geometry import model_geometry
+from maxtext_paged.model import MaxTextPagedModel
 from maxtext_paged.options import check_options
-from maxtext_paged.session import backend_of, paging_config, products_of
 
 MODEL_AXIS = "model"
 """The mesh axis of tensor parallelism in MaxText's configs/inference/vllm.yml and in tpu-inference."""
@@ -150,6 +152,12 @@ class PagedModels:
             if self.options.paged_kv_dtype == "auto"
             else self.options.paged_kv_dtype,
         )
+
+        if scale_bits(self.one_page.dtype):
+            raise UnsupportedError(
+                f"paged_kv_dtype={self.one_page.dtype}: a caller's caches have no place for scales; use float32, "
+                "bfloat16 or float16 (our own loop serves quantised pools)"
+            )
 
     def layout(self, num_blocks: int) -> KvStorageLayoutV1:
         """Geometry of caches of ``num_blocks`` blocks."""

@@ -293,7 +293,7 @@ class PagedInferenceWorker:
         max_tokens = row.max_tokens
         if max_tokens is None:
             # The last generated token is never written, so the pool may hold one token less than the completion has.
-            room = min(control.max_model_len, control.max_request_tokens + 1) - len(row.tokens)
+            room = min(control.limits.max_model_len, control.limits.max_request_tokens + 1) - len(row.tokens)
             max_tokens = max(room, 1)
         return Request(
             id=self._ids.new(),

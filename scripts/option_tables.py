@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from maxtext_paged.binding import SUPPORTED_BLOCKS
 from maxtext_paged.config import PagedOptions
+from maxtext_paged.families import SUPPORTED_BLOCKS
 from maxtext_paged.options import OPTION_TABLE
 
 

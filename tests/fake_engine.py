@@ -184,7 +184,7 @@ def fake_model(*, step_s: float = 0.0, temperature: float = 0.0, weights: str = 
             decodes_by_kind={},
             decodes_by_cause={},
             compiled={},
-            control=SimpleNamespace(num_evictions=0, page_hit_rate=float("nan")),
+            control=SimpleNamespace(num_evictions=0, windows=(), page_hit_rate=float("nan")),
         )
 
         class Driver:

@@ -44,31 +44,52 @@ def attention_regions(hlo: str) -> list[list[str]]:
     return regions
 
 
-def check_in_place(hlo: str, target: str, *, local_pool: str, whole_pool: str) -> None:
+def check_in_place(
+    hlo: str,
+    target: str,
+    *,
+    local_pool: str,
+    whole_pool: str,
+    local_scales: str | None = None,
+    whole_scales: str | None = None,
+) -> None:
     """Two layers' pools go from append to decode to attend to the way out, and nothing else touches them.
 
     Args:
       target: of every custom call. local_pool, whole_pool: a pool's type, on one device and in all.
+      local_scales, whole_scales: of a quantised pool's scales, which an append of their own writes.
     """
     regions = attention_regions(hlo)
     assert len(regions) == 2, "one of each layer"
+    local = [local_pool] if local_scales is None else [local_pool, local_scales]
+    whole = [whole_pool] if whole_scales is None else [whole_pool, whole_scales]
     for header, *body in regions:
         assert not [line for line in body if any(name in line for name in COLLECTIVES)]
-        touching = [line for line in body if local_pool in line]
+        touching = [line for line in body if any(kind in line for kind in local)]
         *calls, last = touching
         assert all("custom_call" in line for line in calls), "a pool is read or copied elsewhere"
-        append, decode, attend = map(launched, calls)
-        assert {append.target, decode.target, attend.target} == {target}
-        assert len(re.findall(rf"(%arg\d+): {re.escape(local_pool)}", header)) == 2
-        pools = tuple(re.findall(rf"(%arg\d+): {re.escape(local_pool)}", header))
-        assert append.operands[3:] == pools and append.aliases == ((0, 3), (1, 4))
-        written = (f"{append.result}#0", f"{append.result}#1")
-        assert decode.operands[1:3] == attend.operands[1:3] == written
-        assert decode.aliases == attend.aliases == ((0, 6),)
-        assert attend.operands[6] == decode.result, "rows of one token and longer ones fill one output"
-        assert f"sdy.return {attend.result}, {written[0]}, {written[1]} :" in last
-    outside = [line for line in hlo.splitlines() if whole_pool in line and not re.match(r"\s*(}|return|func)", line)]
+        *appends, decode, attend = map(launched, calls)
+        assert {call.target for call in (*appends, decode, attend)} == {target}
+        written = []
+        for kind, append in zip(local, appends, strict=True):
+            pools = tuple(re.findall(rf"(%arg\d+): {re.escape(kind)}", header))
+            assert len(pools) == 2
+            assert append.operands[3:] == pools and append.aliases == ((0, 3), (1, 4))
+            written.append((f"{append.result}#0", f"{append.result}#1"))
+        assert decode.operands[1:3] == attend.operands[1:3] == written[0]
+        if local_scales is not None:
+            assert decode.operands[6:8] == attend.operands[6:8] == written[1]
+        assert decode.aliases == attend.aliases == ((0, 8),)
+        assert attend.operands[8] == decode.result, "rows of one token and longer ones fill one output"
+        results = [array for of_a_pool in zip(*written, strict=True) for array in of_a_pool]
+        assert f"sdy.return {attend.result}, {', '.join(results)} :" in last
+    outside = [
+        line
+        for line in hlo.splitlines()
+        if any(kind in line for kind in whole) and not re.match(r"\s*(}|return|func)", line)
+    ]
     assert all("sdy.manual_computation" in line for line in outside), "a whole pool is read or copied"
     [main] = [line for line in hlo.splitlines() if "func public @main" in line]
-    donated = re.findall(rf"{re.escape(whole_pool)} {{[^%]*tf.aliasing_output = (\d+)", main)
-    assert donated == ["0", "1", "2", "3"]
+    kinds = "|".join(map(re.escape, whole))
+    donated = re.findall(rf"(?:{kinds}) {{[^%]*tf.aliasing_output = (\d+)", main)
+    assert donated == [str(i) for i in range(4 * len(whole))]

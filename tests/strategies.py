@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from kv_common.dtypes import ELEMENT_BITS
 from kv_common.errors import RequestTooLarge
 from kv_common.layout import KvStorageLayoutV1
+from kv_common.page_table import KvPageTableV1
+from kv_common.window_group import WindowGroup
 from kv_control.bucketing import token_ladder
 from kv_control.control_plane import ControlPlane
 from kv_control.invariants import check_invariants
@@ -67,23 +69,30 @@ def control_of(
     max_model_len: int = 64,
     max_tokens: int = 64,
     prefix_cache: bool = False,
+    windows: Sequence[tuple[int, int]] = (),
 ) -> ControlPlane:
-    """A small control plane; `max_tokens` is the largest step."""
+    """A small control plane; `max_tokens` is the largest step, `windows` are (window, pages) of each group."""
     return ControlPlane(
         layout_of(num_pages, tokens_per_page),
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         token_ladder=token_ladder(max_tokens),
         prefix_namespace=NAMESPACE if prefix_cache else None,
+        window_groups=[WindowGroup(window, layout_of(pages, tokens_per_page)) for window, pages in windows],
     )
 
 
 class HostEngine:
-    """A pool of slots and the steps over it. Reads what the page table says, and only that."""
+    """A pool of slots and the steps over it. Reads what the page table says, and only that.
+
+    Window groups have slots of their own: what a row's queries see there must be what the other slots hold.
+    """
 
     def __init__(self, control: ControlPlane) -> None:
         self.control = control
-        self.slots = np.full((control.num_pages, control.layout.tokens_per_page), UNWRITTEN, np.int64)
+        size = control.layout.tokens_per_page
+        self.slots = np.full((control.num_pages, size), UNWRITTEN, np.int64)
+        self.window_slots = [np.full((one.allocator.num_pages, size), UNWRITTEN, np.int64) for one in control.windows]
         self.plans: list[StepPlan] = []
         self.positions: dict[RequestHandle, list[int]] = {}  # every position fed, by handle
 
@@ -91,7 +100,13 @@ class HostEngine:
         """Release and poison what was freed."""
         freed = self.control.release(handle)
         self.slots[freed] = POISON
+        self.poison_windows()
         return freed
+
+    def poison_windows(self) -> None:
+        """Poison what became free in the window groups."""
+        for slots, freed in zip(self.window_slots, self.control.windows.take_freed(), strict=True):
+            slots[freed] = POISON
 
     def run(self, slices: tuple[RequestSlice, ...]) -> StepPlan | None:
         """Reserve, scrub, confirm, plan, append; None when there is no room."""
@@ -100,26 +115,47 @@ class HostEngine:
             return None
         self.slots[reservation.dirty_pages] = UNWRITTEN
         self.slots[reservation.copies[1]] = self.slots[reservation.copies[0]]
+        self.poison_windows()
+        for slots, chores in zip(self.window_slots, reservation.windows, strict=True):
+            slots[chores.dirty_pages] = UNWRITTEN
+            slots[chores.copies[1]] = slots[chores.copies[0]]
         plan = self.control.plan(self.control.confirm_scrubbed(reservation))
         table = plan.table
         fed = np.concatenate([np.zeros(0, np.int32), *(piece.tokens for piece in slices)])
         written = table.slot_mapping[: table.num_tokens]
         assert len(fed) == table.num_tokens and (table.slot_mapping[table.num_tokens :] == self.slots.size).all()
         self.slots.reshape(-1)[written] = fed
+        for slots, window in zip(self.window_slots, plan.window_tables, strict=True):
+            slots.reshape(-1)[window.slot_mapping[: window.num_tokens]] = fed
         for i, piece in enumerate(slices):
             begin, end = table.query_start_loc[i : i + 2]
             self.positions.setdefault(piece.handle, []).extend(table.positions[begin:end].tolist())
+        for i in range(len(slices)):
+            self.check_windows(plan, i)
         self.control.commit(plan)
         self.plans.append(plan)
         return plan
 
     def context(self, plan: StepPlan, i: int) -> list[int]:
         """What row `i` of the step can read: all slots of all its pages, up to the last page's length."""
-        table = plan.table
+        return self.read(self.slots, plan.table, i)
+
+    def read(self, slots: np.ndarray, table: KvPageTableV1, i: int) -> list[int]:
+        """What row `i` finds in one pool."""
         pages = table.kv_indices[table.kv_indptr[i] : table.kv_indptr[i + 1]]
-        read = self.slots[pages].reshape(-1)
+        read = slots[pages].reshape(-1)
         unread = self.control.layout.tokens_per_page - table.kv_last_page_len[i]
         return read[: len(read) - unread].tolist()
+
+    def check_windows(self, plan: StepPlan, i: int) -> None:
+        """What the first and all later queries of row `i` see of each window is what the other pool holds there."""
+        context, start = self.context(plan, i), plan.slices[i].start
+        for pages, slots, table in zip(self.control.windows, self.window_slots, plan.window_tables, strict=True):
+            oldest = max(0, start - pages.group.window + 1)
+            offset = int(table.kv_first_page_offset[i])
+            assert offset <= oldest, "the table begins behind the oldest key that is seen"
+            assert oldest - offset < self.control.layout.tokens_per_page, "the table lists a page that nobody sees"
+            assert self.read(slots, table, i)[oldest - offset :] == context[oldest:]
 
     def results(self, plan: StepPlan, i: int) -> dict[str, object]:
         """What the device returns for slice `i`, as `Scheduler.record` takes it."""
@@ -188,8 +224,8 @@ def loop_of(control: ControlPlane, **options: int | None) -> Loop:
     engine = HostEngine(control)
     settings: dict[str, int | None] = {
         "max_num_batched_tokens": control.token_ladder.top,
-        "max_num_seqs": control.max_num_seqs,
-        "max_model_len": control.max_model_len,
+        "max_num_seqs": control.limits.max_num_seqs,
+        "max_model_len": control.limits.max_model_len,
         **options,
     }
     return Loop(Scheduler(control, release=engine.release, **settings), engine)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from maxtext_paged.collector import collector_paused
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +56,16 @@ def test_only_the_owner_of_a_process_freezes_what_is_alive() -> None:
     with collector_paused(freeze=True):
         pass
     assert gc.get_freeze_count() > before + 10_000
+
+
+def test_at_the_end_of_the_process_nothing_is_frozen() -> None:
+    """Or extension modules that count what is left at exit (nanobind's) list everything on stderr."""
+    program = (
+        "import atexit, gc\n"
+        "atexit.register(lambda: print('at exit', gc.get_freeze_count()))\n"
+        "from maxtext_paged.collector import collector_paused\n"
+        "with collector_paused(freeze=True):\n    pass\n"
+        "print('before', gc.get_freeze_count() > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["before True", "at exit 0"]

@@ -9,12 +9,14 @@ import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import maxtext
 import numpy as np
+import yaml
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from jax.sharding import Mesh
@@ -48,32 +50,22 @@ _COMMON = {
     "base_output_directory": "unused",
 }
 
-BLOCKS: dict[str, dict[str, Any]] = {
-    "llama2": {"decoder_block": "llama2"},
-    "gemma2": {
-        "decoder_block": "gemma2",
-        "attn_logits_soft_cap": 50.0,
-        "final_logits_soft_cap": 30.0,
-        "sliding_window_size": 8,
-        "use_post_attn_norm": True,
-        "use_post_ffw_norm": True,
-    },
-    "qwen3": {"decoder_block": "qwen3", "use_qk_norm": True},
-    "gpt_oss": {
-        "decoder_block": "gpt_oss",
-        "sliding_window_size": 8,
-        "attention_sink": True,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "base_moe_mlp_dim": 64,
-        "sparse_matmul": False,
-        "inhomogeneous_layer_cycle_interval": 2,
-        "routed_bias": True,
-        "mlp_bias": True,
-        "attention_bias": True,
-    },
-}
-"""Options per decoder block, over ``_COMMON``."""
+CONFIGS_OF_FAMILIES = Path(__file__).parents[1] / "configs" / "test"
+
+
+def _family_options() -> dict[str, dict[str, Any]]:
+    """What each configuration in configs/test says over tiny.yml."""
+    found = {}
+    for path in sorted(CONFIGS_OF_FAMILIES.glob("*.yml")):
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if options.pop("base_config") == "tiny.yml":
+            options.pop("run_name")
+            found[path.stem] = options
+    return found
+
+
+BLOCKS: dict[str, dict[str, Any]] = _family_options()
+"""Options per model family, over ``_COMMON``."""
 
 
 def make_config(block: str = "llama2", *, rules: str = "base.yml", **overrides: Any) -> Any:

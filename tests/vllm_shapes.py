@@ -43,7 +43,7 @@ def vllm_config(
     block: str = "llama2", *, load_format: str = "auto", cache_dtype: str = "auto", **maxtext_config: Any
 ) -> SimpleNamespace:
     """A configuration as an engine that knows no ``sharding_config`` holds it."""
-    options = {**_COMMON, **BLOCKS[block], "attention": "gpu_paged", **maxtext_config}
+    options = {**_COMMON, **BLOCKS[block], "attention": "gpu_paged", "sparse_matmul": False, **maxtext_config}
     del options["max_target_length"], options["hardware"]
     return SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=BLOCK_SIZE * MAX_BLOCKS),

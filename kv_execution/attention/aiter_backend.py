@@ -30,6 +30,7 @@ from kv_execution.native.aiter_library import (
     DecodeKernel,
     open_decode_kernel,
 )
+from kv_execution.quantised import KvPool, unscaled
 from kv_execution.split_plan import SplitPlan
 
 AITER_CAPABILITIES = Capabilities(
@@ -108,13 +109,14 @@ class AiterBackend:
 
     def append(
         self,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         key: jax.Array,
         value: jax.Array,
         slot_mapping: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[KvPool, KvPool]:
         """See ``PagedAttentionBackend.append``. aiter drops negative slots only: those past the pool become -1."""
+        k_pool, v_pool = unscaled(k_pool), unscaled(v_pool)
         self._check_pools(k_pool, v_pool)
         num_slots = k_pool.shape[0] * k_pool.shape[1]
         slots = jnp.asarray(slot_mapping)
@@ -128,8 +130,8 @@ class AiterBackend:
     def attend(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -138,6 +140,7 @@ class AiterBackend:
         sinks: jax.Array | None,
     ) -> jax.Array:
         """See ``PagedAttentionBackend.attend``."""
+        k_pool, v_pool = unscaled(k_pool), unscaled(v_pool)
         self._check(query, k_pool, v_pool, scale, sliding_window, soft_cap, sinks)
         starts = jnp.asarray(pages.query_start_loc)
         num_rows, num_tokens = starts.shape[0] - 1, query.shape[0]
@@ -156,8 +159,8 @@ class AiterBackend:
     def decode(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -166,6 +169,7 @@ class AiterBackend:
         sinks: jax.Array | None,
     ) -> jax.Array:
         """See ``PagedAttentionBackend.decode``: row ``i`` is token ``i``."""
+        k_pool, v_pool = unscaled(k_pool), unscaled(v_pool)
         self._check(query, k_pool, v_pool, scale, sliding_window, soft_cap, sinks)
         starts = jnp.asarray(pages.query_start_loc)
         rows = self._decode_rows(query, k_pool, v_pool, pages, self._lists(pages, k_pool.shape[1]), scale)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kv_common.errors import LayoutError
 from kv_execution.metadata import PageMetadata
+from kv_execution.quantised import KvPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class PagedAttentionBackend(Protocol):
     """Three operations over NHD pools ``[num_pages, tokens_per_page, kv_heads, head_dim]`` of one shard.
 
     Rows of padding (``slot_mapping`` one past the last slot, ``row_of_token == R``) write nothing and
-    produce zeros. Keys are cast to the pool's dtype; scores and sums are float32.
+    produce zeros. Keys are cast to the pool's dtype, or quantised into it; scores and sums are float32.
     """
 
     @property
@@ -47,20 +48,20 @@ class PagedAttentionBackend(Protocol):
 
     def append(
         self,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         key: jax.Array,
         value: jax.Array,
         slot_mapping: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[KvPool, KvPool]:
         """Write each new token's key and value (``[T, kv_heads, head_dim]``) to its slot."""
         ...
 
     def attend(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -77,8 +78,8 @@ class PagedAttentionBackend(Protocol):
     def decode(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -97,13 +98,13 @@ def paged_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: KvPool,
+    v_pool: KvPool,
     pages: PageMetadata,
     sinks: jax.Array | None,
     mesh: Mesh | None,
     head_axes: tuple[str, ...],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, KvPool, KvPool]:
     """Append this step's K/V to the pools, then attend.
 
     Args:
@@ -122,11 +123,11 @@ def paged_attention(
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *sinks: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KvPool, KvPool]:
         k_pool, v_pool = backend.append(k_pool, v_pool, key, value, pages.slot_mapping)
         output = backend.attend(
             query,
@@ -149,6 +150,7 @@ def paged_attention(
     if mesh is None or not head_axes:
         return local(*arguments)
     heads, pool = PartitionSpec(None, head_axes, None), PartitionSpec(None, None, head_axes, None)
+    # One spec serves a quantised pool's two arrays: they have the same axes.
     in_specs = (heads, heads, heads, pool, pool, PartitionSpec()) + (
         () if sinks is None else (PartitionSpec(head_axes),)
     )

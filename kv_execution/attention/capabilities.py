@@ -14,6 +14,7 @@ from kv_common.dtypes import bytes_of
 from kv_common.errors import ConfigError
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.attention.api import AttentionOptions
+from kv_execution.quantised import QUANTISED_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Capabilities:
 REFERENCE_CAPABILITIES = Capabilities(
     head_sizes=None,
     page_sizes=None,
-    dtypes=frozenset({"float32", "bfloat16", "float16"}),
+    dtypes=frozenset({"float32", "bfloat16", "float16", *QUANTISED_DTYPES}),
     sliding_window=True,
     soft_cap=True,
     sinks=True,

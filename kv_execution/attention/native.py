@@ -1,11 +1,13 @@
 """The native backend: C++ kernels for CPUs, called through XLA's foreign function interface.
 
-For:        float32 and bfloat16 pools on any CPU that jax runs on.
+For:        float32, bfloat16, int8 and fp8 pools on any CPU that jax runs on.
 Not for:    the kernels (kv_execution/native/csrc) or finding the library (kv_execution/native/library.py).
 May import: kv_common, kv_control, jax.
 
 One ``attend`` call serves a step whatever it mixes: inside, a work list gives each row to the kernel that fits it.
-Rows of one token are cut over their keys and merged (split-KV), longer rows are tiled.
+Rows of one token are cut over their keys and merged (split-KV), longer rows are tiled. Quantised pools are read as they
+are: a key's scale is put to its score, a value's to its weight. They are written by the rule of
+kv_execution/quantised.py, so that both backends leave the same bits.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from kv_common.errors import ConfigError, UnsupportedError
 from kv_execution.attention.capabilities import Capabilities, check_options
 from kv_execution.metadata import PageMetadata
 from kv_execution.native.library import APPEND_TARGET, ATTEND_TARGET, native_library
+from kv_execution.quantised import QUANTISED_DTYPES, KvPool, QuantisedPool, quantise
 
 NATIVE_CAPABILITIES = Capabilities(
     head_sizes=frozenset(range(16, 257, 16)),
     page_sizes=None,
-    dtypes=frozenset({"float32", "bfloat16"}),
+    dtypes=frozenset({"float32", "bfloat16", *QUANTISED_DTYPES}),
     sliding_window=True,
     soft_cap=True,
     sinks=True,
@@ -76,26 +79,30 @@ class NativeBackend:
 
     def append(
         self,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         key: jax.Array,
         value: jax.Array,
         slot_mapping: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[KvPool, KvPool]:
         """See ``PagedAttentionBackend.append``. Slots outside the pool, negative ones too, are dropped."""
         self._check_pools(k_pool, v_pool)
         native_library()
-        pools = tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool))
-        call = jax.ffi.ffi_call(APPEND_TARGET, pools, input_output_aliases={0: 0, 1: 1})
-        key, value = (jnp.asarray(new).astype(k_pool.dtype) for new in (key, value))
-        k_pool, v_pool = call(k_pool, v_pool, key, value, slot_mapping)
-        return k_pool, v_pool
+        key, value = jnp.asarray(key), jnp.asarray(value)
+        if isinstance(k_pool, QuantisedPool):
+            assert isinstance(v_pool, QuantisedPool)  # K and V are of one dtype
+            (keys, key_scales), (values, value_scales) = (quantise(new, k_pool.dtype.name) for new in (key, value))
+            k_values, v_values = _write(k_pool.values, v_pool.values, keys, values, slot_mapping)
+            k_scales, v_scales = _write(k_pool.scales, v_pool.scales, key_scales, value_scales, slot_mapping)
+            return QuantisedPool(k_values, k_scales), QuantisedPool(v_values, v_scales)
+        assert not isinstance(v_pool, QuantisedPool)
+        return _write(k_pool, v_pool, key.astype(k_pool.dtype), value.astype(k_pool.dtype), slot_mapping)
 
     def attend(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -109,10 +116,13 @@ class NativeBackend:
         dtype = query.dtype
         if dtype not in _ACTIVATIONS:
             query = query.astype(jnp.float32)
+        (k_values, k_scales), (v_values, v_scales) = _arrays(k_pool), _arrays(v_pool)
         output = jax.ffi.ffi_call(ATTEND_TARGET, jax.ShapeDtypeStruct(query.shape, query.dtype))(
             query,
-            k_pool,
-            v_pool,
+            k_values,
+            v_values,
+            k_scales,
+            v_scales,
             pages.query_start_loc,
             pages.seq_lens,
             pages.kv_indptr,
@@ -131,8 +141,8 @@ class NativeBackend:
     def decode(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -162,8 +172,8 @@ class NativeBackend:
             )
         return library.builds[self.instruction_set]
 
-    def _check_pools(self, *pools: jax.Array) -> None:
-        for pool in pools:
+    def _check_pools(self, *pools: KvPool) -> None:
+        for pool in jax.tree.leaves(pools):
             if self.kv_heads is not None and pool.shape[2] != self.kv_heads:
                 raise UnsupportedError(
                     f"a pool of {pool.shape[2]} KV heads was handed to kernels of {self.kv_heads} heads a shard: a "
@@ -176,3 +186,20 @@ class NativeBackend:
                     f"a pool sharded as {pool.sharding} was handed over outside jax.shard_map: XLA would gather all "
                     "of it on every device; pass paged_attention's mesh and head_axes"
                 )
+
+
+def _write(
+    k_pool: jax.Array, v_pool: jax.Array, key: jax.Array, value: jax.Array, slot_mapping: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Rows of bytes to their slots, in place: the same call for elements and for scales."""
+    pools = tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (k_pool, v_pool))
+    call = jax.ffi.ffi_call(APPEND_TARGET, pools, input_output_aliases={0: 0, 1: 1})
+    k_pool, v_pool = call(k_pool, v_pool, key, value, slot_mapping)
+    return k_pool, v_pool
+
+
+def _arrays(pool: KvPool) -> tuple[jax.Array, jax.Array]:
+    """What the kernel reads: elements, and scales or an array of none."""
+    if isinstance(pool, QuantisedPool):
+        return pool.values, pool.scales
+    return pool, jnp.zeros(0, jnp.float32)

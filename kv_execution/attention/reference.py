@@ -29,6 +29,7 @@ from jax import lax
 
 from kv_execution.attention.capabilities import check_options
 from kv_execution.metadata import Array, PageMetadata
+from kv_execution.quantised import KvPool, QuantisedPool, dequantise, quantise
 
 _EXACT = lax.Precision.HIGHEST
 """float32 products stay float32 (accelerators would otherwise round them to tf32 or bfloat16)."""
@@ -55,20 +56,20 @@ class ReferenceBackend:
 
     def append(
         self,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         key: jax.Array,
         value: jax.Array,
         slot_mapping: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[KvPool, KvPool]:
         """See ``PagedAttentionBackend.append``. Slots outside the pool, negative ones too, are dropped."""
         return _write(k_pool, key, slot_mapping), _write(v_pool, value, slot_mapping)
 
     def attend(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -83,8 +84,8 @@ class ReferenceBackend:
     def decode(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -96,7 +97,7 @@ class ReferenceBackend:
         options = self._options(k_pool, scale, sliding_window, soft_cap)
         return _decode(options, query, k_pool, v_pool, pages, sinks)
 
-    def _options(self, k_pool: jax.Array, scale: float, sliding_window: int | None, soft_cap: float | None) -> _Options:
+    def _options(self, k_pool: KvPool, scale: float, sliding_window: int | None, soft_cap: float | None) -> _Options:
         check_options(scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
         num_pages, tokens_per_page = k_pool.shape[:2]
         pages_per_block = min(max(1, self.block_tokens // tokens_per_page), num_pages)
@@ -120,8 +121,8 @@ class _Options:
 def _attend(
     options: _Options,
     query: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: KvPool,
+    v_pool: KvPool,
     pages: PageMetadata,
     sinks: jax.Array | None,
 ) -> jax.Array:
@@ -140,8 +141,8 @@ def _attend(
 def _decode(
     options: _Options,
     query: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: KvPool,
+    v_pool: KvPool,
     pages: PageMetadata,
     sinks: jax.Array | None,
 ) -> jax.Array:
@@ -154,8 +155,8 @@ class _Call:
     """What both loops read, and what they do with it alike."""
 
     options: _Options
-    k_pool: jax.Array
-    v_pool: jax.Array
+    k_pool: KvPool
+    v_pool: KvPool
     pages: PageMetadata
     sinks: jax.Array | None
 
@@ -183,11 +184,17 @@ class _Call:
         """
         index = first_index[..., None] + jnp.arange(self.options.pages_per_block, dtype=jnp.int32)
         ids = jnp.asarray(self.pages.kv_indices).at[index].get(mode="clip")
-        shape = (*first_index.shape, self.block_tokens, *self.k_pool.shape[2:])
-        return (
-            self.k_pool.at[ids].get(mode="clip").reshape(shape).astype(jnp.float32),
-            self.v_pool.at[ids].get(mode="clip").reshape(shape).astype(jnp.float32),
-        )
+
+        def tokens(array: jax.Array) -> jax.Array:
+            shape = (*first_index.shape, self.block_tokens, *array.shape[2:])
+            return array.at[ids].get(mode="clip").reshape(shape)
+
+        def numbers(pool: KvPool) -> jax.Array:
+            if isinstance(pool, QuantisedPool):
+                return dequantise(tokens(pool.values), tokens(pool.scales))
+            return tokens(pool).astype(jnp.float32)
+
+        return numbers(self.k_pool), numbers(self.v_pool)
 
     def logits(self, products: jax.Array) -> jax.Array:
         """``query @ key``, scaled and capped."""
@@ -196,8 +203,17 @@ class _Call:
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def _write(pool: jax.Array, new: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+def _write(pool: KvPool, new: jax.Array, slot_mapping: jax.Array) -> KvPool:
     """Write ``new`` (``[T, kv_heads, head_dim]``) to its slots, in place when ``pool`` is donated."""
+    if isinstance(pool, QuantisedPool):
+        values, scales = quantise(new, pool.dtype.name)
+        return QuantisedPool(
+            _write_rows(pool.values, values, slot_mapping), _write_rows(pool.scales, scales, slot_mapping)
+        )
+    return _write_rows(pool, new, slot_mapping)
+
+
+def _write_rows(pool: jax.Array, new: jax.Array, slot_mapping: jax.Array) -> jax.Array:
     slots = pool.reshape(-1, *pool.shape[2:])
     # wrap_negative_indices=False: otherwise slot -1 would become the last slot before mode="drop" sees it.
     written = slots.at[slot_mapping].set(new.astype(pool.dtype), mode="drop", wrap_negative_indices=False)

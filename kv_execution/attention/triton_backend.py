@@ -1,11 +1,13 @@
 """The Triton backend: our GPU kernels behind the protocol, three operations and their launches.
 
-For:        float32, bfloat16 and float16 pools on NVIDIA and AMD GPUs.
+For:        float32, bfloat16, float16, int8 and fp8 pools on NVIDIA and AMD GPUs.
 Not for:    the kernels (triton_kernels), how they are launched (triton_bridge.py), or their sizes (triton_tiles.py).
 May import: kv_common, kv_control, jax; the kernels, and with them triton, inside functions.
 
 One ``attend`` serves a step whatever it mixes: rows of one new token go to the decode launch, longer ones to the
-ragged launch, and a launch that finds no row of its kind ends at once.
+ragged launch, and a launch that finds no row of its kind ends at once. Quantised pools are read as they are: a key's
+scale is put to its score, a value's to its weight. They are written by the rule of kv_execution/quantised.py, so that
+every backend leaves the same bits.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from kv_execution.attention.capabilities import Capabilities, check_options
 from kv_execution.attention.triton_bridge import GpuTarget, KernelLaunch, Launcher
 from kv_execution.dispatch import SplitFloors
 from kv_execution.metadata import PageMetadata
+from kv_execution.quantised import QUANTISED_DTYPES, KvPool, QuantisedPool, quantise
 
 TRITON_CAPABILITIES = Capabilities(
     head_sizes=frozenset({64, 80, 96, 128, 256}),
     page_sizes=None,
-    dtypes=frozenset({"float32", "bfloat16", "float16"}),
+    dtypes=frozenset({"float32", "bfloat16", "float16", *QUANTISED_DTYPES}),
     sliding_window=True,
     soft_cap=True,
     sinks=True,
@@ -35,10 +38,13 @@ TRITON_CAPABILITIES = Capabilities(
     max_pool_bytes=None,
 )
 
-WEIGHT_PARTS = {"bfloat16": 2, "float16": 2, "float32": 1}
+WEIGHT_PARTS = {"bfloat16": 2, "float16": 2, "float32": 1, "int8": 2, "float8_e4m3fn": 2}
 """Half-precision parts that stand for a float32 weight where it meets half-precision values. Two keep the error under a
 tenth of what float32 arithmetic may have (``tests/execution/numpy_model.py``); one would make it 14 times as large in
-float16 and 140 times in bfloat16."""
+float16 and 140 times in bfloat16. Values of 8 bits meet their weights, times their scales, in bfloat16."""
+
+STORED = {"int8": 1, "float8_e4m3fn": 2}
+"""How the kernels read a quantised pool; 0 is one without scales."""
 
 _APPEND_BLOCK = 1024
 
@@ -72,35 +78,29 @@ class TritonBackend:
 
     def append(
         self,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         key: jax.Array,
         value: jax.Array,
         slot_mapping: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[KvPool, KvPool]:
         """See ``PagedAttentionBackend.append``. Slots outside the pool, negative ones too, are dropped."""
-        from kv_execution.attention.triton_kernels.append import append_kernel
-
         self._check_pools(k_pool, v_pool)
-        num_pages, page_size, kv_heads, head_dim = k_pool.shape
-        width = kv_heads * head_dim
-        block = min(_APPEND_BLOCK, triton_tiles.padded(width))
-        k_pool, v_pool = self._launch(
-            append_kernel,
-            inputs=(jnp.asarray(key), jnp.asarray(value), jnp.asarray(slot_mapping)),
-            in_place=(k_pool, v_pool),
-            grid=(key.shape[0], -(-width // block)),
-            constants={"NUM_SLOTS": num_pages * page_size, "WIDTH": width, "BLOCK": block},
-            num_warps=4,
-            num_stages=1,
-        )
-        return k_pool, v_pool
+        key, value = jnp.asarray(key), jnp.asarray(value)
+        if isinstance(k_pool, QuantisedPool):
+            assert isinstance(v_pool, QuantisedPool)
+            (keys, key_scales), (values, value_scales) = (quantise(new, k_pool.dtype.name) for new in (key, value))
+            k_values, v_values = self._write(k_pool.values, v_pool.values, keys, values, slot_mapping)
+            k_scales, v_scales = self._write(k_pool.scales, v_pool.scales, key_scales, value_scales, slot_mapping)
+            return QuantisedPool(k_values, k_scales), QuantisedPool(v_values, v_scales)
+        assert not isinstance(v_pool, QuantisedPool)
+        return self._write(k_pool, v_pool, key, value, slot_mapping)
 
     def attend(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -115,8 +115,8 @@ class TritonBackend:
     def decode(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         *,
         scale: float,
@@ -132,11 +132,31 @@ class TritonBackend:
         """What kernels are compiled for."""
         return triton_bridge.local_target() if self.target is None else self.target
 
+    def _write(
+        self, k_pool: jax.Array, v_pool: jax.Array, key: jax.Array, value: jax.Array, slot_mapping: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rows to their slots, in place: the same kernel for elements and for scales."""
+        from kv_execution.attention.triton_kernels.append import append_kernel
+
+        num_pages, page_size, kv_heads, row_size = k_pool.shape
+        width = kv_heads * row_size
+        block = min(_APPEND_BLOCK, triton_tiles.padded(width))
+        k_pool, v_pool = self._launch(
+            append_kernel,
+            inputs=(key, value, jnp.asarray(slot_mapping)),
+            in_place=(k_pool, v_pool),
+            grid=(key.shape[0], -(-width // block)),
+            constants={"NUM_SLOTS": num_pages * page_size, "WIDTH": width, "BLOCK": block},
+            num_warps=4,
+            num_stages=1,
+        )
+        return k_pool, v_pool
+
     def _step(
         self,
         query: jax.Array,
-        k_pool: jax.Array,
-        v_pool: jax.Array,
+        k_pool: KvPool,
+        v_pool: KvPool,
         pages: PageMetadata,
         scale: float,
         sliding_window: int | None,
@@ -162,8 +182,17 @@ class TritonBackend:
         call = KernelLaunch(kernel, inputs, in_place, outputs, grid, constants, num_warps, num_stages)
         return self.launcher(call, self.resolved_target())
 
-    def _check_pools(self, *pools: jax.Array) -> None:
+    def _check_pools(self, *pools: KvPool) -> None:
         for pool in pools:
+            scales = pool.scales.shape if isinstance(pool, QuantisedPool) else None
+            if scales != ((*pool.shape[:3], 1) if pool.dtype.name in QUANTISED_DTYPES else None):
+                raise UnsupportedError(
+                    f"a pool of {pool.dtype} {pool.shape} with scales {scales}: they must be [pages, tokens, heads, 1] "
+                    f"for {' and '.join(QUANTISED_DTYPES)}, and none for others"
+                )
+        if pools[0].dtype != pools[1].dtype:
+            raise UnsupportedError(f"K and V pools are {pools[0].dtype} and {pools[1].dtype}: they must be alike")
+        for pool in jax.tree.leaves(pools):
             if self.kv_heads is not None and pool.shape[2] != self.kv_heads:
                 raise UnsupportedError(
                     f"a pool of {pool.shape[2]} KV heads was handed to kernels of {self.kv_heads} heads a shard: a "
@@ -178,8 +207,8 @@ class _Step:
 
     backend: TritonBackend
     query: jax.Array
-    k_pool: jax.Array
-    v_pool: jax.Array
+    k_pool: KvPool
+    v_pool: KvPool
     pages: PageMetadata
     scale: float
     sliding_window: int | None
@@ -192,7 +221,7 @@ class _Step:
 
         target = self.backend.resolved_target()
         head_dim, group_size, least = self.head_dim, self.group_size, self.backend.min_piece_tokens
-        tile = self.backend.decode_tile or triton_tiles.decode_tile(target, head_dim=head_dim, exact=self.exact)
+        tile = self.backend.decode_tile or triton_tiles.decode_tile(target, **self.kind)
         group = triton_tiles.heads_per_tile(group_size, tile.block_m)
         row_programs = self.kv_heads * -(-group_size // group)
         num_rows = self.pages.seq_lens.shape[0]
@@ -216,7 +245,7 @@ class _Step:
         if splits == 1:
             [output] = self.backend._launch(
                 decode.decode_whole_kernel,
-                inputs=(self.query, self.k_pool, self.v_pool, self.page_ids, rows, self.sink_logits),
+                inputs=(self.query, *self.elements, self.page_ids, rows, self.sink_logits, *self.scales),
                 in_place=(output,),
                 grid=(row_programs, num_rows),
                 constants={**constants, "HAS_SINKS": self.sinks is not None},
@@ -227,7 +256,7 @@ class _Step:
         part = (splits, num_rows, heads)
         maxima, totals, values = self.backend._launch(
             decode.decode_split_kernel,
-            inputs=(self.query, self.k_pool, self.v_pool, self.page_ids, rows),
+            inputs=(self.query, *self.elements, self.page_ids, rows, *self.scales),
             outputs=(
                 jax.ShapeDtypeStruct(part, jnp.float32),
                 jax.ShapeDtypeStruct(part, jnp.float32),
@@ -259,12 +288,12 @@ class _Step:
 
         target = self.backend.resolved_target()
         group_size = self.group_size
-        tile = self.backend.attend_tile or triton_tiles.attend_tile(target, head_dim=self.head_dim, exact=self.exact)
+        tile = self.backend.attend_tile or triton_tiles.attend_tile(target, **self.kind)
         group = triton_tiles.heads_per_tile(group_size, tile.block_m)
         tiles = triton_work.attend_tiles(self.pages, tile_tokens=tile.block_m // group)
         [output] = self.backend._launch(
             attend_kernel,
-            inputs=(self.query, self.k_pool, self.v_pool, self.page_ids, tiles, self.sink_logits),
+            inputs=(self.query, *self.elements, self.page_ids, tiles, self.sink_logits, *self.scales),
             in_place=(output,),
             grid=(self.kv_heads * -(-group_size // group), tiles.shape[0]),
             constants={
@@ -294,7 +323,23 @@ class _Step:
             "SOFT_CAP": float(self.soft_cap or 0.0),
             "EXACT": self.exact,
             "PARTS": WEIGHT_PARTS[self.k_pool.dtype.name],
+            "STORED": STORED.get(self.k_pool.dtype.name, 0),
         }
+
+    @property
+    def elements(self) -> tuple[jax.Array, jax.Array]:
+        """What K and V pools hold, scales apart."""
+        k, v = (pool.values if isinstance(pool, QuantisedPool) else pool for pool in (self.k_pool, self.v_pool))
+        return k, v
+
+    @property
+    def scales(self) -> tuple[jax.Array, jax.Array]:
+        """Scales of K and V; where there are none, arrays that are not read."""
+        k, v = (
+            pool.scales if isinstance(pool, QuantisedPool) else jnp.zeros(1, jnp.float32)
+            for pool in (self.k_pool, self.v_pool)
+        )
+        return k, v
 
     @property
     def kv_heads(self) -> int:
@@ -308,6 +353,12 @@ class _Step:
     def group_size(self) -> int:
         """Query heads of one KV head."""
         return self.query.shape[1] // self.kv_heads
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What tiles are chosen by."""
+        quantised = isinstance(self.k_pool, QuantisedPool)
+        return {"head_dim": self.head_dim, "exact": self.exact, "quantised": quantised}
 
     @property
     def exact(self) -> bool:

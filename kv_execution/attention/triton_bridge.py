@@ -29,7 +29,14 @@ from kv_common.errors import ConfigError, UnsupportedError
 JAX_TRITON_TARGET, XLA_TARGET = "triton_kernel_call_ffi", "__gpu$xla.gpu.triton"
 ROUTES = ("jax_triton", "xla")
 
-_ELEMENT_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
+_ELEMENT_TYPES = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "int32": "i32",
+    "int8": "i8",
+    "uint8": "u8",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import KvPageTableV1
 from kv_execution.attention import triton_tiles, triton_work
 from kv_execution.attention.triton_bridge import GpuTarget
+from kv_execution.quantised import QUANTISED_DTYPES
 from kv_execution.split_plan import SplitPlan
 
 
@@ -36,7 +37,8 @@ class TritonPlans:
     def of(cls, target: GpuTarget, layout: KvStorageLayoutV1, query_heads: int, query_dtype: str) -> TritonPlans:
         """For pools of ``layout`` and ``query_heads`` heads of one shard."""
         exact = triton_work.is_exact(layout.dtype, query_dtype)
-        tile = triton_tiles.decode_tile(target, head_dim=layout.head_dim, exact=exact)
+        quantised = layout.dtype in QUANTISED_DTYPES
+        tile = triton_tiles.decode_tile(target, head_dim=layout.head_dim, exact=exact, quantised=quantised)
         group_size = query_heads // layout.heads_per_shard()
         blocks = -(-group_size // triton_tiles.heads_per_tile(group_size, tile.block_m))
         return cls(target, layout.heads_per_shard() * blocks, tile.block_t, layout.tokens_per_page)

@@ -38,29 +38,37 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def decode_tile(target: GpuTarget, *, head_dim: int, exact: bool) -> Tile:
+def decode_tile(target: GpuTarget, *, head_dim: int, exact: bool, quantised: bool) -> Tile:
     """Of one token's query heads of one KV head; more than 16 heads take several tiles.
 
     Args:
       exact: whether products are made of float32 numbers, which tensor cores do not take.
+      quantised: whether pools hold 8 bits and scales; widening them takes registers.
     """
     if exact:
         return Tile(16, 16, 4, 1)
+    blackwell = target.vendor == "cuda" and int(target.arch) >= 100
+    num_stages = 2 if target.vendor == "rocm" else 3
     if padded(head_dim) > 128:
-        return Tile(16, 32, 4, 2 if target.vendor == "rocm" else 3)
-    if target.vendor == "cuda" and int(target.arch) >= 100:
-        return Tile(16, 32, 4, 4)
-    return Tile(16, 64, 4, 2 if target.vendor == "rocm" else 3)
+        return Tile(16, 32, 4, 2 if quantised else num_stages)
+    if blackwell:
+        return Tile(16, 16 if quantised else 32, 4, 4)
+    return Tile(16, 32 if quantised else 64, 4, num_stages)
 
 
-def attend_tile(target: GpuTarget, *, head_dim: int, exact: bool) -> Tile:
+def attend_tile(target: GpuTarget, *, head_dim: int, exact: bool, quantised: bool) -> Tile:
     """Of neighbouring tokens' query heads of one KV head."""
     if exact:
         return Tile(16, 16, 4, 1)
-    before_hopper = target.vendor == "cuda" and int(target.arch) < 90
+    arch = int(target.arch) if target.vendor == "cuda" else None
     if padded(head_dim) > 128:
-        return Tile(32 if before_hopper else 64, 32, 4, 2)
-    return Tile(64, 32 if before_hopper else 64, 4, 2)
+        if quantised and arch is None:
+            return Tile(64, 16, 4, 2)
+        before_this = arch is not None and arch < (100 if quantised else 90)
+        return Tile(32 if before_this else 64, 32, 4, 2)
+    if arch is not None and arch < 90:
+        return Tile(64, 32, 8 if quantised else 4, 2)
+    return Tile(64, 32 if quantised and arch is None else 64, 4, 2)
 
 
 def heads_per_tile(group_size: int, block_m: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kv_execution.dispatch import SplitFloors
 from kv_execution.metadata import PageMetadata
+from kv_execution.quantised import QUANTISED_DTYPES
 
 TILE_FIELDS = ("first_token", "num_tokens", "first_index", "num_listed", "position")
 """Of a tile: its first flat token and how many it has (0: no tile), its request's part of ``kv_indices``, and the
@@ -34,8 +35,11 @@ HALF_TYPES = ("bfloat16", "float16")
 
 
 def is_exact(pool_dtype: str, query_dtype: str) -> bool:
-    """Whether products are made of float32 numbers: everywhere but where queries and pools share a half type."""
-    return not (pool_dtype in HALF_TYPES and query_dtype == pool_dtype)
+    """Whether products are made of float32 numbers: everywhere but where queries and pools share a half type.
+
+    What a quantised pool stores is exact in any half type, so there the query's alone decides.
+    """
+    return query_dtype not in HALF_TYPES or pool_dtype not in (query_dtype, *QUANTISED_DTYPES)
 
 
 def num_tiles(num_tokens: int, num_rows: int, tile_tokens: int) -> int:

@@ -1,7 +1,7 @@
 """AMD aiter's launchers behind XLA: our shim found, their libraries opened, the targets registered, in one place.
 
 For:        knowing whether aiter's kernels can be called here, and why not; naming and opening a decode kernel.
-Not for:    calling one (attention/aiter_backend.py) or building either side (csrc/CMakeLists.txt, docs/operating.md).
+Not for:    calling one (attention/aiter_backend.py) or building either side (csrc/CMakeLists.txt, docs/gpus.md).
 May import: the standard library, jax.
 
 aiter builds a library for each geometry of ``pa_ragged``. ``MAXTEXT_PAGED_AITER_DIR`` names the folder where its

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from maxtext_paged.cli import CommandError, ExitCode, one_line
 from maxtext_paged.cli.configuration import check_arguments, keep_every_program, load_configuration
 from maxtext_paged.cli.environment import import_maxtext, prepare_environment
+from maxtext_paged.window_sizing import describe_group
 
 if TYPE_CHECKING:
-    from maxtext_paged.session import PagedAssembly
+    from maxtext_paged.assembly import PagedAssembly
 
 PACKAGES = ("maxtext-paged", "maxtext", "jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers")
 _MIB = 2**20
@@ -91,7 +92,7 @@ def model(config: Any) -> Iterator[str]:
     Raises:
       ConfigError, UnsupportedError: it cannot run.
     """
-    from maxtext_paged.session import assemble
+    from maxtext_paged.assembly import assemble
     from maxtext_paged.tokenizer import load_tokenizer
 
     yield from (_line(*fact) for fact in assembly_facts(assemble(config)))
@@ -101,14 +102,15 @@ def model(config: Any) -> Iterator[str]:
 
 def assembly_facts(assembly: PagedAssembly) -> Iterator[tuple[str, str]]:
     """Backend, model and pool, each with its name."""
-    config, layout = assembly.config, assembly.model.layout
+    config, layout, groups = assembly.config, assembly.model.layout, assembly.model.window_groups
+    num_layers = layout.num_layers + sum(group.layout.num_layers for group in groups)
     yield "backend", f"{assembly.backend.name}: {assembly.backend.reason}"
     for line in assembly.decode.describe():
         yield "decode", line
     yield "products", assembly.model.products.describe()
     yield (
         "model",
-        f"{config.decoder_block.value}, {layout.num_layers} attention layers, {layout.num_kv_heads} KV heads of "
+        f"{config.decoder_block.value}, {num_layers} attention layers, {layout.num_kv_heads} KV heads of "
         f"{layout.head_dim}, context {config.max_target_length}",
     )
     yield (
@@ -117,6 +119,8 @@ def assembly_facts(assembly: PagedAssembly) -> Iterator[tuple[str, str]]:
         f"{layout.device_pool_bytes() / _MIB:.1f} MiB a device, {layout.total_pool_bytes() / _MIB:.1f} MiB in all "
         f"({assembly.pool.reason})",
     )
+    for group in groups:
+        yield "KV pool", describe_group(group)
     yield "requests", f"{assembly.max_num_seqs} at once (paged_max_num_seqs)"
     yield "weights", config.load_parameters_path or "random (load_parameters_path is empty)"
 

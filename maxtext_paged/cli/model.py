@@ -26,7 +26,8 @@ from maxtext_paged.report.counts import JobCounts
 from maxtext_paged.report.recorder import Recorder
 
 if TYPE_CHECKING:
-    from maxtext_paged.session import PagedAssembly, PagedSession
+    from maxtext_paged.assembly import PagedAssembly
+    from maxtext_paged.session import PagedSession
     from maxtext_paged.worker import PagedInferenceWorker
 
 
@@ -78,9 +79,9 @@ def open_model(path: str, overrides: Sequence[str], *, level: int = logging.INFO
     """
     prepare_environment(level)
     import_maxtext()
+    from maxtext_paged.assembly import assemble
     from maxtext_paged.processes import require_one_process
     from maxtext_paged.sampling_defaults import default_sampling
-    from maxtext_paged.session import assemble
     from maxtext_paged.tokenizer import load_tokenizer
 
     config = load_configuration(path, overrides)

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_arguments(arguments.config, arguments.overrides)
     prepare_environment(logging.WARNING)
     import_maxtext()
-    from maxtext_paged.session import assemble
+    from maxtext_paged.assembly import assemble
 
     plan = plan_of(assemble(load_configuration(arguments.config, arguments.overrides)))
     if arguments.json:
@@ -42,15 +42,17 @@ def plan_of(assembly: Any) -> dict[str, Any]:
     """
     from maxtext_paged.sizing import requests_at_once
 
+    groups, step_tokens = assembly.model.window_groups, assembly.options.paged_max_num_batched_tokens
     layout, pool, context = assembly.model.layout, assembly.pool, int(assembly.config.max_target_length)
+    layouts = [layout, *(group.layout for group in groups)]
     device = {
         "page_bytes": layout.page_bytes(),
-        "pool_bytes": layout.device_pool_bytes(),
+        "pool_bytes": sum(one.device_pool_bytes() for one in layouts),
         "workspace_bytes": pool.workspace_bytes,
         "weight_bytes": pool.weight_bytes,
     }
     total = {name: value * layout.num_devices for name, value in device.items()}
-    total["pool_bytes"] = layout.total_pool_bytes()
+    total["pool_bytes"] = sum(one.total_pool_bytes() for one in layouts)
     lengths = [length for length in LENGTHS if length < context] + [context]
     return {
         "num_pages": layout.num_pages,
@@ -63,14 +65,24 @@ def plan_of(assembly: Any) -> dict[str, Any]:
         "pool_replicas": layout.pool_replicas,
         "max_num_seqs": assembly.max_num_seqs,
         "max_target_length": context,
-        "windows_charged_in_full": any(window is not None for window in assembly.decode.windows),
+        "windows_charged_in_full": not groups and any(window is not None for window in assembly.decode.windows),
+        "windows": [
+            {
+                "window": group.window,
+                "layers": group.layout.num_layers,
+                "num_pages": group.layout.num_pages,
+                "page_bytes": group.layout.page_bytes(),
+                "pages_each": group.row_pages,
+            }
+            for group in groups
+        ],
         "device": device,
         "total": total,
         "requests": [
             {
                 "tokens": length,
                 "pages": layout.pages_for(length),
-                "at_once": requests_at_once(layout, length, assembly.max_num_seqs),
+                "at_once": requests_at_once(layout, length, assembly.max_num_seqs, groups, step_tokens),
             }
             for length in lengths
         ],
@@ -97,6 +109,11 @@ def show(plan: dict[str, Any]) -> None:
         fits.add_row(*(f"{entry[name]:,}" for name in ("tokens", "pages", "at_once")))
     console.print(memory)
     console.print(f"{plan['num_pages']} pages of {plan['tokens_per_page']} tokens ({plan['decided_by']})")
+    for window in plan["windows"]:
+        console.print(
+            f"{window['num_pages']} pages for {window['layers']} layers with a window of {window['window']} tokens, "
+            f"{window['page_bytes']:,} bytes each a device, at most {window['pages_each']} a request that decodes"
+        )
     console.print(fits)
     console.print(f"at most {plan['max_num_seqs']} requests run at once (paged_max_num_seqs)")
     if plan["windows_charged_in_full"]:

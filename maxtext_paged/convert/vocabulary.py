@@ -16,9 +16,7 @@ from tokenizers.models import BPE
 
 from kv_common.errors import UnsupportedError
 from maxtext_paged.convert.gguf import GgufFile
-
-_CONTROL, _USER_DEFINED = 3, 4
-"""Entries of ``tokenizer.ggml.token_type`` that are matched whole, before the text is split."""
+from maxtext_paged.convert.sentencepiece import CONTROL, USER_DEFINED, sentencepiece_tokenizer
 
 
 def _byte_level(*before: pre_tokenizers.PreTokenizer) -> pre_tokenizers.PreTokenizer:
@@ -40,10 +38,21 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
         would give other token ids, and so another text, without a word.
     """
     kind = file.require("tokenizer.ggml.model")
-    if kind != "gpt2":
+    if kind not in _KINDS:
         raise UnsupportedError(
-            f"{file.path.name}: vocabulary kind {kind!r} is not supported; this converter knows 'gpt2' (byte-level BPE)"
+            f"{file.path.name}: vocabulary kind {kind!r} is not supported; this converter knows "
+            f"{', '.join(map(repr, _KINDS))}"
         )
+    tokenizer = _KINDS[kind](file)
+    if file.metadata.get("tokenizer.ggml.add_bos_token", False):
+        tokens, bos = file.require("tokenizer.ggml.tokens"), file.require("tokenizer.ggml.bos_token_id")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A $B", special_tokens=[(tokens[bos], bos)]
+        )
+    return tokenizer
+
+
+def _byte_level_tokenizer(file: GgufFile) -> Tokenizer:
     split = file.require("tokenizer.ggml.pre")
     if split not in _PRE_TOKENIZERS:
         raise UnsupportedError(
@@ -57,16 +66,15 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[split]()
     tokenizer.decoder = decoders.ByteLevel()
     for token, type_ in zip(tokens, types, strict=True):
-        if type_ == _CONTROL:
+        if type_ == CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif type_ == _USER_DEFINED:
+        elif type_ == USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
-    if file.metadata.get("tokenizer.ggml.add_bos_token", False):
-        bos = file.require("tokenizer.ggml.bos_token_id")
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A $B", special_tokens=[(tokens[bos], bos)]
-        )
     return tokenizer
+
+
+_KINDS = {"gpt2": _byte_level_tokenizer, "llama": sentencepiece_tokenizer}
+"""``tokenizer.ggml.model`` to what builds it: byte-level BPE, and SentencePiece's."""
 
 
 def write_tokenizer_files(file: GgufFile, directory: Path) -> None:

@@ -23,6 +23,7 @@ from maxtext_paged.report.recorder import Recorder, StepView
 Report = Mapping[str, Any]
 
 _LEVELS = ("running", "waiting", "num_pages", "pages_held", "peak_pages")
+_LEVELS_BY_NAME = ("window_pages", "window_pages_held", "window_peak_pages")
 _SUMS = ("sampled_tokens", "steps", "preemptions", "scrubbed_pages", "evictions")
 _COUNTERS = ("backends", "decodes", "programs")
 _SEEN = ("pages_needed", "prompt_tokens")
@@ -32,7 +33,7 @@ def reported(session: Any, recorder: Recorder) -> dict[str, Any]:
     """What a replica says of itself."""
     counts, view = JobCounts(), step_view(session)
     gather(counts, session)
-    found = {name: asdict(counts)[name] for name in (*_LEVELS, *_SUMS, *_COUNTERS, "shares")}
+    found = {name: asdict(counts)[name] for name in (*_LEVELS, *_LEVELS_BY_NAME, *_SUMS, *_COUNTERS, "shares")}
     control = session.runtime.metrics().control
     return {
         **found,
@@ -68,9 +69,10 @@ class Merged:
         return sum(int(self._reports[life].get(name, 0)) for life in lives)
 
     def counter(self, name: str) -> dict[Any, int]:
-        """Of named counts."""
+        """Of named counts, of every life, or for levels of those that live."""
         found: Counter[Any] = Counter()
-        for report in self._reports.values():
+        lives = self._alive if name in _LEVELS_BY_NAME else self._reports
+        for report in map(self._reports.__getitem__, lives):
             if name == "decode_causes":
                 found.update({(kind, cause): count for kind, cause, count in report[name]})
             else:
@@ -91,7 +93,7 @@ class Merged:
         """As ``report.looks.gather``."""
         for name in (*_LEVELS, *_SUMS):
             setattr(counts, name, self.total(name))
-        for name in (*_COUNTERS, "decode_causes"):
+        for name in (*_COUNTERS, *_LEVELS_BY_NAME, "decode_causes"):
             setattr(counts, name, self.counter(name))
         counts.shares = any(report["shares"] for report in self._reports.values())
         counts.hit_rate = self.hit_rate

@@ -25,6 +25,7 @@ class JobCounts:
       sampled_tokens: generated so far, rows still running included.
       running, waiting: requests. pages_held, num_pages: of the pool.
       steps, preemptions, peak_pages, scrubbed_pages: as the driver and the runtime count them.
+      window_pages, window_pages_held, window_peak_pages: window to pages, of layers with pools of their own beside it.
       shares: whether the prefix cache is on. cached_tokens: prompt tokens that it had. attainable_tokens: that sharing
         within the windows in which rows were ordered can avoid at best; None where they were not ordered.
       evictions, hit_rate: of its pages.
@@ -53,6 +54,9 @@ class JobCounts:
     preemptions: int = 0
     peak_pages: int = 0
     scrubbed_pages: int = 0
+    window_pages: Mapping[str, int] = field(default_factory=dict)
+    window_pages_held: Mapping[str, int] = field(default_factory=dict)
+    window_peak_pages: Mapping[str, int] = field(default_factory=dict)
     shares: bool = False
     cached_tokens: int = 0
     attainable_tokens: int | None = None
@@ -109,11 +113,16 @@ class JobCounts:
         decodes = ", ".join(f"{count} {kind}" for kind, count in self.decodes.items()) or "none"
         products = f"{self.native_products} native" if self.native_products else "XLA's"
         programs = ", ".join(f"{name} {count}" for name, count in sorted(self.programs.items())) or "none"
+        windows = ", ".join(
+            f"window {window}: {self.window_peak_pages.get(window, 0)} of {pages}"
+            for window, pages in self.window_pages.items()
+        )
+        beside = f" ({windows})" if windows else ""
         return [
             f"{self.total} rows: {self.ok} ok, {self.failed} failed{before}{left}; {self.prompt_tokens} prompt and "
             f"{self.generated_tokens} generated tokens in {self.seconds:.1f} s, {self.tokens_per_second:.1f} tokens/s",
             f"{self.steps} steps, {self.preemptions} preemptions, at most {self.peak_pages} of {self.num_pages} pages "
-            f"held, {self.scrubbed_pages} scrubbed; attention: {backends}; decodes: {decodes}; products: "
+            f"held{beside}, {self.scrubbed_pages} scrubbed; attention: {backends}; decodes: {decodes}; products: "
             f"{products}; programs: {programs}",
             *self._sharing(),
             *self._replicas(),

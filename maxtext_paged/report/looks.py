@@ -68,6 +68,10 @@ def gather(counts: JobCounts, session: PagedSession | OwnFigures) -> None:
     counts.preemptions = metrics.num_preemptions
     counts.peak_pages = metrics.peak_pages_held
     counts.scrubbed_pages = runtime.num_scrubbed_pages
+    windows = {str(one.window): one for one in runtime.control.windows}
+    counts.window_pages = {window: one.num_pages for window, one in windows.items()}
+    counts.window_pages_held = {window: one.num_pages - one.num_free_pages for window, one in windows.items()}
+    counts.window_peak_pages = {window: one.peak_pages_held for window, one in windows.items()}
     counts.backends = runtime.steps_by_backend
     counts.decodes = runtime.decodes_by_kind
     counts.decode_causes = runtime.decodes_by_cause

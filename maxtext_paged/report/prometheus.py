@@ -18,6 +18,7 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
 from maxtext_paged.report.figures import DISTRIBUTIONS, FIGURES, Figure, bound_label, known
 from maxtext_paged.report.histogram import DurationHistogram
@@ -40,7 +41,7 @@ def prometheus_text(recorder: Recorder, *, labels: Mapping[str, str], state: str
     return MARK.encode() + generate_latest(registry)
 
 
-class _Job:
+class _Job(Collector):
     def __init__(self, recorder: Recorder, labels: Mapping[str, str], state: str, written_at: float) -> None:
         self._recorder, self._labels, self._state, self._written_at = recorder, labels, state, written_at
 

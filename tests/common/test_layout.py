@@ -44,11 +44,12 @@ def test_every_shard_holds_the_heads_its_queries_map_to_and_no_others(layout):
 
 
 @given(layouts())
-def test_whole_byte_dtypes_cost_elements_times_size(layout):
+def test_whole_byte_dtypes_cost_elements_times_size_and_their_scales(layout):
     bits = ELEMENT_BITS[layout.dtype]
     if bits % 8 == 0:
         pages, tokens, heads, dim = layout.pool_shape
-        one_replica = 2 * layout.num_layers * pages * tokens * heads * dim * bits // 8
+        scale = 4 if bits <= 8 else 0  # one float32 for each token and head
+        one_replica = 2 * layout.num_layers * pages * tokens * heads * (dim * bits // 8 + scale)
         assert layout.total_pool_bytes() == one_replica * layout.pool_replicas
 
 

@@ -23,7 +23,7 @@ SHIPPED = [
     *PYPROJECT["project"]["dependencies"],
     *(text for extra in PYPROJECT["project"]["optional-dependencies"].values() for text in extra),
 ]
-DECLARED = [*SHIPPED, *PYPROJECT["dependency-groups"]["dev"]]
+DECLARED = [*SHIPPED, *(text for group in PYPROJECT["dependency-groups"].values() for text in group)]
 
 
 def locked(lock: str) -> dict[str, str]:

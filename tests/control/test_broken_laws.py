@@ -16,6 +16,7 @@ from kv_common.errors import KvCacheError
 from kv_control import admission
 from kv_control.allocator import PageAllocator
 from kv_control.control_plane import ControlPlane
+from kv_control.dirty_pages import DirtyPages
 from kv_control.plan import RequestId, SamplingSpec
 from kv_control.prefix_index import PrefixIndex
 from kv_control.request import Request
@@ -95,9 +96,7 @@ def a_partial_page_is_shared_instead_of_copied(patch: pytest.MonkeyPatch) -> Non
 
     def fork(self: Any, source: Any, target: Any, num_tokens: int) -> bool:
         done = copy(self, source, target, num_tokens)
-        for waiting in list(self.copies):
-            self.copies.remove(waiting)  # the page is never copied
-            self._allocator.free([waiting.source])
+        self.copies.drop(target.row)  # the page is never copied
         return done
 
     patch.setattr(PageSharing, "fork", fork)
@@ -128,7 +127,7 @@ def tokens_are_not_compared_and_every_page_has_one_key(patch: pytest.MonkeyPatch
 
 
 def recycled_pages_are_taken_for_clean(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ControlPlane, "_note_unscrubbed", lambda self, pages: None)
+    patch.setattr(DirtyPages, "note", lambda self, pages: None)
 
 
 def an_exchange_of_weights_keeps_the_cache(patch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from kv_common.errors import ConfigError, PageStateError, RequestTooLarge, StaleHandleError
 from kv_control.bucketing import Ladder
-from kv_control.control_plane import MAX_REFERENCES_PER_PAGE, ControlPlane
+from kv_control.control_plane import ControlPlane
 from kv_control.invariants import check_invariants
+from kv_control.limits import MAX_REFERENCES_PER_PAGE
 from kv_control.plan import RequestHandle, RequestSlice, ScrubbedReservation
 from tests.strategies import HostEngine, control_of, layout_of
 
@@ -76,7 +77,7 @@ def test_a_prompt_of_exactly_two_pages_opens_the_third_with_its_first_decode(): 
 
 def test_a_ten_token_request_counts_three_pages_of_four_everywhere():  # CASES 21
     control = control_of(3, max_model_len=10)
-    assert control.max_pages_per_request == control.page_map.table.shape[1] == control.layout.pages_for(10) == 3
+    assert control.limits.max_pages_per_request == control.page_map.table.shape[1] == control.layout.pages_for(10) == 3
     handle = control.open()
     plan = run(control, piece(handle, 0, 10))
     assert (control.pages_held(handle), int(plan.table.kv_indptr[1]), control.num_free_pages) == (3, 3, 0)
@@ -362,7 +363,7 @@ def test_a_plan_is_padded_to_its_rung_and_shapes_are_a_function_of_it():
 
 def test_page_references_are_capped_by_full_rows_or_by_the_pool():
     control = control_of(2, max_num_seqs=4, max_model_len=20)
-    assert [control.index_capacity(rows) for rows in (1, 2, 3, 4)] == [5, 8, 8, 8]
+    assert [control.limits.index_capacity(rows) for rows in (1, 2, 3, 4)] == [5, 8, 8, 8]
 
 
 def test_an_empty_step_can_be_planned_at_every_rung_and_touches_nothing():
@@ -387,13 +388,13 @@ def test_a_step_above_the_ladder_is_refused():
 
 def test_what_can_never_fit_is_refused_with_both_numbers_and_the_option():  # CASES 66
     control = control_of(8, max_model_len=64)
-    assert control.max_request_tokens == 32
-    assert (control.fits(32), control.fits(33)) == (True, False)
-    control.check_fits(32)
+    assert control.limits.max_request_tokens == 32
+    assert (control.limits.fits(32), control.limits.fits(33)) == (True, False)
+    control.limits.check_fits(32)
     with pytest.raises(RequestTooLarge, match=r"needs 9 pages for 33 tokens, the pool has 8: .*`paged_num_pages`"):
-        control.check_fits(33)
+        control.limits.check_fits(33)
     with pytest.raises(RequestTooLarge, match=r"needs 65 tokens, the context holds 64: raise `max_target_length`"):
-        control.check_fits(65)
+        control.limits.check_fits(65)
 
 
 def test_a_context_without_tokens_is_refused():

@@ -408,7 +408,7 @@ def test_a_copy_that_was_not_made_yet_is_dropped_with_its_request_and_its_source
     loop.scheduler.submit(leader), loop.scheduler.submit(fork)
     loop.step()
     loop.scheduler.schedule()  # the fork is in, its copy is not made
-    assert loop.engine.control.sharing.pending_copies.shape == (2, 1)
+    assert loop.engine.control.sharing.copies.pending.shape == (2, 1)
     loop.scheduler.cancel(fork.id)
     check_invariants(loop.engine.control, loop.scheduler)
     loop.drain()
@@ -490,7 +490,7 @@ def test_every_request_gets_the_tokens_and_logprobs_it_would_get_alone_whatever_
             request = Request(RequestId(i), np.array(prompt), group=group, **options)
         else:
             request = request_of(i, prompt, **options)
-        if control.fits(request.max_kv_tokens):
+        if control.limits.fits(request.max_kv_tokens):
             loop.scheduler.submit(request)
             requests.append(request)
     steps = loop.drain(at_most=4000)
@@ -519,7 +519,7 @@ def test_a_sample_that_forks_from_one_whose_own_copy_is_not_made_yet_reads_what_
     loop.scheduler.cancel(leader.id)
     loop.scheduler.submit(second)
     loop.scheduler.schedule()
-    sources, targets = loop.engine.control.sharing.pending_copies
+    sources, targets = loop.engine.control.sharing.copies.pending
     assert len(targets) == 2 and not set(sources) & set(targets), "one dispatch copies all: no page is in both"
     loop.scheduler.cancel(first.id)
     check_invariants(loop.engine.control, loop.scheduler)

@@ -22,11 +22,19 @@ from hypothesis.stateful import (
 )
 
 from kv_common.errors import RequestTooLarge, StaleHandleError
+from kv_common.window_group import WindowGroup
 from kv_control.invariants import check_invariants
 from kv_control.plan import RequestHandle, RequestId, SamplingSpec, StepBatch, StepResults
 from kv_control.request import Request
 from kv_control.step_accounts import NOT_FINITE
-from tests.strategies import VOCAB_SIZE, completion_alone, control_of, loop_of, prompt_logprobs_alone
+from tests.strategies import (
+    VOCAB_SIZE,
+    completion_alone,
+    control_of,
+    layout_of,
+    loop_of,
+    prompt_logprobs_alone,
+)
 
 MAX_MODEL_LEN = 24
 NUM_OPERATIONS = 100_000
@@ -39,6 +47,11 @@ def family(seed: int, length: int) -> list[int]:
     return [(17 * seed + 5 * i + i * i) % VOCAB_SIZE for i in range(length)]
 
 
+def step_pages(window: int, tokens_per_page: int, num_tokens: int) -> int:
+    """Most pages that one row can need of a window group in a step."""
+    return WindowGroup(window, layout_of(1, tokens_per_page)).step_pages(num_rows=1, num_tokens=num_tokens)
+
+
 class SharingMachine(RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(1, 12),
@@ -47,9 +60,13 @@ class SharingMachine(RuleBasedStateMachine):
         spare_budget=st.integers(0, 12),
         chunk=st.none() | st.integers(1, 5),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        windows=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 6)), max_size=2),
     )
-    def start(self, num_pages, tokens_per_page, max_num_seqs, spare_budget, chunk, prefix_cache):
+    def start(self, num_pages, tokens_per_page, max_num_seqs, spare_budget, chunk, prefix_cache, windows):
         budget = max_num_seqs + spare_budget
+        # As few pages as a window group may have, and some more.
+        alone = min(num_pages, -(-MAX_MODEL_LEN // tokens_per_page))
+        group_pages = [min(alone, step_pages(w, tokens_per_page, budget)) + more for w, more in windows]
         self.control = control_of(
             num_pages,
             tokens_per_page,
@@ -57,6 +74,7 @@ class SharingMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             max_tokens=budget,
             prefix_cache=prefix_cache,
+            windows=[(window, pages) for (window, _), pages in zip(windows, group_pages, strict=True)],
         )
         self.loop = loop_of(self.control, prefill_chunk_tokens=None if chunk is None else min(chunk, budget))
         self.scheduler, self.engine = self.loop.scheduler, self.loop.engine
@@ -94,7 +112,7 @@ class SharingMachine(RuleBasedStateMachine):
             try:
                 self.scheduler.submit(request)
             except RequestTooLarge:
-                assert not self.control.fits(request.max_kv_tokens)
+                assert not self.control.limits.fits(request.max_kv_tokens)
                 return
             if not request.finished:
                 self.requests.append(request)
@@ -225,9 +243,14 @@ class SharingMachine(RuleBasedStateMachine):
         COUNTED["shared tokens"] += metrics.num_shared_tokens
         assert metrics.num_held_pages == 0 and metrics.num_leaked_pages == 0
         assert metrics.num_evictable_pages == metrics.num_retained_pages
+        for window in metrics.windows:
+            COUNTED["passed"] += window.num_passed_pages
+            COUNTED["window evictions"] += window.num_evictions
+            assert window.num_held_pages == 0 and window.num_evictable_pages == window.num_retained_pages
         _, freed = self.control.reset_prefix_cache()
         assert len(freed) == metrics.num_retained_pages
         assert self.control.num_free_pages == self.control.num_pages
+        assert all(one.allocator.num_free == one.allocator.num_pages for one in self.control.windows)
 
 
 TestAFewThousandCalls = SharingMachine.TestCase
@@ -250,5 +273,15 @@ def test_a_hundred_thousand_random_calls_keep_every_law():  # CASES 20
     while COUNTED["operations"] < NUM_OPERATIONS:
         run_state_machine_as_test(SharingMachine, settings=many)
     print(dict(COUNTED))
-    for event in ("completed", "preempted", "evicted", "reset", "not finite", "cached tokens", "shared tokens"):
+    for event in (
+        "completed",
+        "preempted",
+        "evicted",
+        "reset",
+        "not finite",
+        "cached tokens",
+        "shared tokens",
+        "passed",
+        "window evictions",
+    ):
         assert COUNTED[event], f"the traffic never reached: {event}"

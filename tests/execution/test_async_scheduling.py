@@ -8,7 +8,7 @@ import pytest
 from kv_control.plan import GREEDY, RequestId, RequestSlice, SamplingSpec
 from kv_control.request import Request
 from kv_execution.driver import PagedDriver
-from kv_execution.runtime import StepOutcome
+from kv_execution.step_outcome import StepOutcome
 from tests.fakes import completion, make_driver, run_all
 
 

@@ -168,8 +168,21 @@ def test_each_kind_of_choice_is_announced_once_and_louder_where_it_disappoints(a
 
 
 def test_a_geometry_the_reference_cannot_store_is_refused_at_start():
-    with pytest.raises(UnsupportedError, match="paged_kv_dtype=int8: allowed are bfloat16, float16, float32"):
-        choose_backend("auto", "cpu", replace(LAYOUT, dtype="int8"))
+    allowed = "bfloat16, float16, float32, float8_e4m3fn, int8"
+    with pytest.raises(UnsupportedError, match=f"paged_kv_dtype=int4: allowed are {allowed}$"):
+        choose_backend("auto", "cpu", replace(LAYOUT, dtype="int4"))
+
+
+@built
+def test_a_dtype_that_only_the_reference_stores_is_declined_by_name():
+    layout, allowed = replace(LAYOUT, dtype="float16"), "bfloat16, float32, float8_e4m3fn, int8"
+    choice = choose_backend("auto", "cpu", layout)
+    assert choice.name == "reference"
+    assert f"native cannot serve paged_kv_dtype=float16: allowed are {allowed}: the jnp reference" in choice.reason
+    with pytest.raises(UnsupportedError, match=f"it cannot serve paged_kv_dtype=float16: allowed are {allowed}"):
+        choose_backend("native", "cpu", layout)
+    for dtype in ("bfloat16", "float8_e4m3fn", "int8"):
+        assert choose_backend("auto", "cpu", replace(LAYOUT, dtype=dtype)).name == "native"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,12 @@ def assert_packed(step: BlockTableStep, rows: list[PageRow], tokens_per_page: in
         )
     )
     for field in dataclasses.fields(PageMetadata):
+        if field.metadata.get("static"):
+            continue  # no array: which program the step is
         got = getattr(step.pages, field.name)
+        if field.name == "windows":
+            assert got == (), "callers' block tables serve all layers"
+            continue
         assert got.dtype == np.int32, field.name
         np.testing.assert_array_equal(np.asarray(got), getattr(expected, field.name), err_msg=field.name)
     assert not np.asarray(step.refused).any()

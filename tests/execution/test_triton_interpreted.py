@@ -16,8 +16,11 @@ not_here = triton_bridge.missing(route="xla")
 pytestmark = pytest.mark.skipif(not_here is not None, reason=str(not_here))
 
 
+FILES = ("tests/execution/triton_conformance.py", "tests/execution/triton_quantised.py")
+
+
 def run_interpreted(*arguments: str, seconds: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "tests/execution/triton_conformance.py", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", *FILES, *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)

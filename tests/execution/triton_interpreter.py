@@ -11,6 +11,7 @@ no program wrote shows.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from typing import Any
 
@@ -96,6 +97,11 @@ interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.cast_impl = _cast
 
 
+_ONE_LAUNCH = threading.Lock()
+"""The interpreter puts itself in place of triton.language for a launch; XLA runs launches that are independent, such as
+the appends of values and of scales, side by side."""
+
+
 def launch_interpreted(call: KernelLaunch, target: GpuTarget) -> tuple[jax.Array, ...]:
     """A ``Launcher`` for tests."""
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (*call.in_place, *call.outputs)]
@@ -106,7 +112,7 @@ def launch_interpreted(call: KernelLaunch, target: GpuTarget) -> tuple[jax.Array
         inputs = [np.ascontiguousarray(array) for array in arrays[:num_inputs]]
         written = [np.array(array, copy=True, order="C") for array in arrays[num_inputs:]]
         written += [np.full(one.shape, np.nan, one.dtype) for one in results[len(results) - num_outputs :]]
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
+        with _ONE_LAUNCH, warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
             kernel[grid](*map(_Tensor, (*inputs, *written)), **constants)
         return tuple(written)

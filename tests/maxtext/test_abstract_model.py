@@ -10,7 +10,8 @@ from jax._src.interpreters import partial_eval
 from maxtext.utils import model_creation_utils
 
 from maxtext_paged.binding import attention_modules
-from maxtext_paged.model import MaxTextPagedModel, abstract_model, model_geometry
+from maxtext_paged.geometry import abstract_model, model_geometry
+from maxtext_paged.model import MaxTextPagedModel
 from tests.tiny_models import make_config, make_mesh
 
 pytestmark = pytest.mark.maxtext

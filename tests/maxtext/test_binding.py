@@ -16,8 +16,9 @@ from kv_execution.attention.reference import ReferenceBackend
 from kv_execution.metadata import PageMetadata, SamplingInputs, StepInputs
 from kv_execution.native.library import PRODUCT_TARGET, native_available
 from kv_execution.products import XLA_PRODUCTS, ProductChoice
+from maxtext_paged.geometry import model_geometry
 from maxtext_paged.loading import params_from_tree
-from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.model import MaxTextPagedModel
 from tests.hlo import custom_calls
 from tests.tiny_models import dense_model, make_config, make_mesh
 

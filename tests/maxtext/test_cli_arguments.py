@@ -209,6 +209,8 @@ def test_the_summary_holds_every_count_and_divides_by_no_zero() -> None:
         "17 steps, 3 preemptions, at most 21 of 64 pages held, 6 scrubbed; attention: reference 17 steps; "
         "decodes: 11 fused, 4 gather; products: 225 native; programs: _overwrite_pages 1, paged_step 2",
     ]
+    counts.window_pages, counts.window_peak_pages = {"512": 66}, {"512": 33}
+    assert "at most 21 of 64 pages held (window 512: 33 of 66), 6 scrubbed; " in counts.summary()[1]
     assert "0 rows: 0 ok, 0 failed; " in JobCounts().summary()[0]
     assert "decodes: none; products: XLA's; programs: none" in JobCounts().summary()[1]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from maxtext_paged import model, session
+from maxtext_paged.assembly import assemble
 from maxtext_paged.cli.plan import plan_of, show
-from maxtext_paged.session import assemble
 from tests.cli_runs import driver, environment, finished
 from tests.tiny_models import make_config, make_mesh
 
@@ -81,8 +81,25 @@ def test_totals_count_replicas() -> None:
 
 
 @pytest.mark.usefixtures("nothing_large")
+def test_windows_are_listed_and_charged_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    """gemma2: two layers of each kind, windows of 8 tokens, pages of 4, steps of 8 tokens."""
+    options = {"paged_tokens_per_page": 4, "paged_max_num_batched_tokens": 8, "paged_max_num_seqs": 2}
+    config = make_config("gemma2", paged_num_pages=64, **options)
+    plan = plan_of(assemble(config, mesh=make_mesh(config)))
+    page = 2 * 2 * 4 * 2 * 16 * 4  # K and V, layers, tokens, heads, head size, float32
+    assert plan["windows"] == [{"window": 8, "layers": 2, "num_pages": 10, "page_bytes": page, "pages_each": 4}]
+    assert plan["device"]["page_bytes"] == page
+    assert plan["device"]["pool_bytes"] == (64 + 10) * page
+    assert not plan["windows_charged_in_full"]
+    assert [entry["at_once"] for entry in plan["requests"]] == [2]
+    show(plan)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "10 pages for 2 layers with a window of 8 tokens" in shown
+
+
+@pytest.mark.usefixtures("nothing_large")
 def test_the_tables_say_what_is_charged_in_full_and_what_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    config = make_config("gemma2", paged_num_pages=3)
+    config = make_config("gemma2", paged_num_pages=3, paged_window_pages="off")
     show(plan_of(assemble(config, mesh=make_mesh(config))))
     shown = " ".join(capsys.readouterr().out.split())
     assert "layers with a sliding window are charged at full length" in shown

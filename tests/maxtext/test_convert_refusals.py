@@ -21,7 +21,7 @@ def without(name: str) -> dict[str, np.ndarray]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another architecture": ({"architecture": "gemma3"}, "architecture 'gemma3'"),
+    "another architecture": ({"architecture": "mamba"}, "architecture 'mamba'.*'gemma3', 'llama'"),
     "scaled RoPE": ({"header": {"llama.rope.scaling.type": "linear"}}, "llama.rope.scaling.type.*linear"),
     "RoPE factors": (
         {"weights": tensors() | {"rope_freqs.weight": np.ones(8, F32)}},
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"weights": tensors() | {"blk.0.attn_norm.weight": np.full(EMB, np.nan, F32)}},
         "blk.0.attn_norm.weight.*NaN",
     ),
-    "a SentencePiece vocabulary": ({"header": {"tokenizer.ggml.model": "llama"}}, "vocabulary kind 'llama'"),
+    "a WordPiece vocabulary": ({"header": {"tokenizer.ggml.model": "bert"}}, "vocabulary kind 'bert'"),
     "unknown text splitting": ({"header": {"tokenizer.ggml.pre": "qwen2"}}, "text splitting 'qwen2'"),
     "no end token": ({"header": {"tokenizer.ggml.eos_token_id": None}}, "end-of-text"),
 }

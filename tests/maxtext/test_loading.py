@@ -6,37 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from flax.core.spmd import logical_axis_rules
 from maxtext.utils import model_creation_utils
 
 from kv_common.errors import ConfigError
 from kv_control.plan import RequestId
 from kv_control.request import Request
 from kv_execution.attention.reference import ReferenceBackend
+from maxtext_paged.geometry import model_geometry
 from maxtext_paged.loading import init_params, params_from_tree, restore_params
-from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.model import MaxTextPagedModel
 from maxtext_paged.session import PagedSession, open_session
 from maxtext_paged.unscan import StackedSource, is_scanned, locate
 from tests.parity import assert_teacher_forced
-from tests.tiny_models import BLOCKS, DenseModel, dense_model, make_config, make_mesh
+from tests.tiny_models import DenseModel, dense_model, make_config, make_mesh
 
 pytestmark = pytest.mark.maxtext
-
-BLOCKS.setdefault(
-    "gemma3",
-    {
-        "model_name": "gemma3-4b",  # the block derives its query scalar from a known name
-        "override_model_config": True,
-        "decoder_block": "gemma3",
-        "use_multimodal": False,
-        "sliding_window_size": 8,
-        "use_post_attn_norm": True,
-        "use_post_ffw_norm": True,
-    },
-)
 
 
 def save(directory: Path, tree: Any) -> str:
@@ -125,6 +115,56 @@ def test_a_scanned_model_runs_as_its_own_dense_forward(block: str, options: dict
     assert engine.runtime.metrics().compiled["paged_step"] == compiled["paged_step"]
 
 
+CYCLES = {
+    "mixtral": (4, 1),
+    "gemma2": (4, 1),
+    "gemma3": (8, 6),  # and a remainder of two
+    "gpt_oss": (4, 2),
+    "olmo3": (8, 4),
+    "llama4": (8, 4),
+    "envy": (4, 2),
+}
+"""Layers, and how many different ones a scanned block of the family holds."""
+
+
+def parameter_shapes(block: str, num_layers: int, *, scan_layers: bool) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Paths and shapes of MaxText's own parameters; nothing is allocated."""
+    config = make_config(block, attention="dot_product", base_num_decoder_layers=num_layers, scan_layers=scan_layers)
+    create = model_creation_utils.get_nnx_create_model_fn(config, mesh=make_mesh(config), model_mode="train")
+    with logical_axis_rules(config.logical_axis_rules):
+        state = nnx.state(nnx.eval_shape(create), nnx.Param)
+    return {tuple(map(str, path)): leaf.get_value().shape for path, leaf in nnx.to_flat_state(state)}
+
+
+@pytest.mark.parametrize("block", CYCLES)
+def test_every_familys_scanned_parameters_are_found_layer_by_layer(block: str) -> None:
+    """Each of MaxText's unscanned parameters is somewhere in its scanned tree, of the layer's own kind and shape."""
+    num_layers, length = CYCLES[block]
+    scanned = parameter_shapes(block, num_layers, scan_layers=True)
+    assert is_scanned(scanned)
+    found = locate(scanned, num_layers)
+    unscanned = parameter_shapes(block, num_layers, scan_layers=False)
+    assert set(found) == set(unscanned)
+    for path, source in found.items():
+        stacked = scanned[source.path]
+        assert unscanned[path] == (stacked if source.index is None else (stacked[0], *stacked[2:])), path
+        if path[1].startswith("layers_"):
+            layer = int(path[1].removeprefix("layers_"))
+            whole = layer < num_layers // length * length
+            member = [f"layers_{layer % length}"] if length > 1 else []
+            assert source.index == (layer // length if whole else None)
+            assert source.path == ("decoder", "layers" if whole else "layers_remainder", *member, *path[2:])
+    stacks = {(source.path, source.index) for source in found.values()}
+    assert len(stacks) == len(found), "no two layers share a place"
+
+
+def test_layers_that_maxtexts_scan_leaves_out_are_missed() -> None:
+    """Five layers in cycles of four are four to MaxText's scan; running those as the model would be another model."""
+    scanned = parameter_shapes("olmo3", 5, scan_layers=True)
+    missing = set(parameter_shapes("olmo3", 5, scan_layers=False)) - set(locate(scanned, 5))
+    assert missing and {path[1] for path in missing} == {"layers_4"}
+
+
 def test_missing_and_misshapen_parameters_are_named(tmp_path: Path) -> None:
     params = jax.tree.map(np.asarray, dense_model().params)
     del params["decoder"]["layers_1"]["mlp"]["wo"]
@@ -132,6 +172,27 @@ def test_missing_and_misshapen_parameters_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"layers_1\.mlp\.wo\.kernel is missing") as error:
         params_from_tree(paged_model(), params)
     assert "token_embedder.embedding has shape (100, 64), the model needs (256, 64)" in str(error.value)
+
+
+def test_quantised_weights_are_refused_by_name_and_never_read_as_numbers(tmp_path: Path) -> None:
+    """In place of a kernel, where int8 would be cast without its scale, and as qwix keeps them."""
+    params = jax.tree.map(np.asarray, dense_model().params)
+    query = params["decoder"]["layers_0"]["self_attention"]["query"]
+    kernel = query["kernel"]
+    scale = np.abs(kernel).max() / 127
+    query["kernel"], query["scale"] = np.round(kernel / scale).astype(np.int8), scale
+    wo = params["decoder"]["layers_1"]["mlp"]["wo"]
+    wo["kernel"] = wo["kernel"].astype(jnp.float8_e4m3fn)
+    words = (r"layers_0\.self_attention\.query\.kernel holds int8: quantised", r"wo\.kernel holds float8_e4m3fn")
+    model = paged_model()
+    for words_of_one in words:
+        with pytest.raises(ConfigError, match=words_of_one):
+            params_from_tree(model, params)
+    with pytest.raises(ConfigError, match=words[0]):
+        restore_params(model, save(tmp_path / "items", linen(params)))
+    query["kernel"] = {"array": {"qvalue": query["kernel"], "scale": query.pop("scale")}}
+    with pytest.raises(ConfigError, match=r"layers_0\.self_attention\.query\.kernel is missing"):
+        params_from_tree(model, params)
 
 
 def test_too_few_scanned_layers_are_refused(tmp_path: Path) -> None:

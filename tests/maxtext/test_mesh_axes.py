@@ -13,10 +13,10 @@ from flax.core.spmd import logical_axis_rules
 from jax.sharding import AbstractMesh
 
 from kv_common.errors import ConfigError, LayoutError, UnsupportedError
-from maxtext_paged import model as paged_model
+from maxtext_paged import geometry
+from maxtext_paged.assembly import assemble
+from maxtext_paged.geometry import model_geometry
 from maxtext_paged.mesh_axes import REFUSED_AXES, check_mesh
-from maxtext_paged.model import model_geometry
-from maxtext_paged.session import assemble
 from tests.tiny_models import make_config, mesh_of
 
 pytestmark = pytest.mark.maxtext
@@ -134,7 +134,7 @@ def test_the_pools_heads_lie_as_the_bound_k_projections_really_do(
     kernels = [
         leaf.get_value() for path, leaf in nnx.to_flat_state(model.abstract_params) if path[-2:] == ("key", "kernel")
     ]
-    assert len(kernels) == model.layout.num_layers == 4
+    assert len(kernels) == model.num_layers == 4
     for kernel in kernels:
         held = {
             device: index[1].indices(8) for device, index in kernel.sharding.devices_indices_map(kernel.shape).items()
@@ -147,7 +147,7 @@ def test_a_pool_that_would_be_sharded_otherwise_than_the_k_projection_is_refused
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = make_config(base_num_query_heads=8, base_num_kv_heads=4)
-    monkeypatch.setattr(paged_model, "kv_head_axes", lambda *_: ("fsdp",))
+    monkeypatch.setattr(geometry, "kv_head_axes", lambda *_: ("fsdp",))
     with pytest.raises(
         UnsupportedError, match=r"self_attention.*over \('tensor',\).*would be sharded over \('fsdp',\)"
     ):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kv_common.namespace import CacheNamespace
+from maxtext_paged.assembly import assemble
 from maxtext_paged.namespace import cache_namespace, rope_identity, weights_fingerprint
-from maxtext_paged.session import assemble
 from tests.tiny_models import dense_model, make_config, make_mesh
 
 pytestmark = pytest.mark.maxtext
@@ -40,6 +40,7 @@ def test_the_same_session_twice_has_one_digest() -> None:
         ({"paged_tenant": "a"}, "tenant"),
         ({"rope_max_timescale": 500_000}, "rope"),
         ({"paged_kv_dtype": "bfloat16"}, "kv_dtype"),
+        ({"paged_kv_dtype": "int8"}, "kv_dtype"),
         ({"paged_tokens_per_page": 16}, "layout"),
     ],
     ids=lambda value: str(value),

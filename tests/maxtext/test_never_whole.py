@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.sharding import MeshCase, dense_of, options_of
+from maxtext_paged.assembly import assemble
 from maxtext_paged.loading import load_params, params_from_tree
 from maxtext_paged.model import MaxTextPagedModel
-from maxtext_paged.session import assemble
 from tests.largest_array import largest_array_on_a_device
 from tests.maxtext.test_loading import linen, save
 from tests.tiny_models import DenseModel, make_config, mesh_of
@@ -90,7 +90,7 @@ def assemble_scanned(config: Any, params: Any) -> Any:
     from flax.core.spmd import logical_axis_rules
     from maxtext.utils.sharding import nnx_construct_named_sharding
 
-    from maxtext_paged.model import _model_maker
+    from maxtext_paged.geometry import _model_maker
 
     mesh = mesh_of(config, CASE.sizes)
     with logical_axis_rules(config.logical_axis_rules):

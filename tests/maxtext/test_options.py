@@ -17,11 +17,14 @@ from maxtext.utils import model_creation_utils
 
 from kv_common.errors import ConfigError, LayoutError, UnsupportedError
 from kv_execution.attention.reference import ReferenceBackend
-from maxtext_paged.binding import SUPPORTED_BLOCKS, PagePool, attention_geometry, bind_paged_attention
+from maxtext_paged.assembly import assemble
+from maxtext_paged.binding import PagePool, attention_geometry, bind_paged_attention
 from maxtext_paged.config import PagedOptions
-from maxtext_paged.model import MaxTextPagedModel, model_geometry
+from maxtext_paged.families import SUPPORTED_BLOCKS
+from maxtext_paged.geometry import model_geometry
+from maxtext_paged.model import MaxTextPagedModel
 from maxtext_paged.options import OPTION_TABLE, Verdict, check_options
-from maxtext_paged.session import assemble, open_session
+from maxtext_paged.session import open_session
 from maxtext_paged.sizing import pool_size
 from tests.tiny_models import dense_model, make_config, make_mesh
 
@@ -131,7 +134,6 @@ MOE = {"num_experts": 4, "base_moe_mlp_dim": 128, "sparse_matmul": False}
     "settings",
     [
         {"decoder_block": "gpt3"},
-        {"decoder_block": "llama4", **MOE},
         {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, **MOE},
     ],
     ids=lambda settings: settings["decoder_block"],

@@ -19,10 +19,10 @@ from maxtext.layers.linears import DenseGeneral, MlpBlock
 from kv_common.errors import UnsupportedError
 from kv_execution.native.library import GATED_MLP_TARGET, PRODUCT_TARGET, native_available
 from kv_execution.products import ProductChoice
+from maxtext_paged.assembly import assemble
 from maxtext_paged.binding import StepBinding
 from maxtext_paged.loading import params_from_tree
 from maxtext_paged.products import BoundProducts, GatedMlp, bind_products
-from maxtext_paged.session import assemble
 from tests.hlo import custom_calls
 from tests.maxtext.test_binding import RUNG, paged_model, run_plan
 from tests.tiny_models import dense_model, make_config, make_mesh, mesh_of

@@ -8,7 +8,7 @@ from kv_execution.attention.native import NativeBackend, native_threads
 from kv_execution.dispatch import MEASURED_FLOORS, SplitFloors
 from kv_execution.native.library import native_available
 from kv_execution.split_plan import SplitPlanCache
-from maxtext_paged.session import PagedAssembly, assemble
+from maxtext_paged.assembly import PagedAssembly, assemble
 from tests.tiny_models import make_config, make_mesh
 
 pytestmark = [

@@ -15,8 +15,9 @@ from kv_common.errors import ConfigError
 from kv_common.layout import MAX_SLOTS, KvStorageLayoutV1
 from kv_execution.native.library import native_available
 from maxtext_paged import sizing
+from maxtext_paged.assembly import assemble
 from maxtext_paged.config import PagedOptions
-from maxtext_paged.session import assemble, open_session
+from maxtext_paged.session import open_session
 from maxtext_paged.sizing import FreeMemory, free_memory, pool_size, requests_at_once
 from tests.tiny_models import dense_model, make_config, make_mesh
 

@@ -54,7 +54,7 @@ def directory() -> Path:
     return converted_smollm2(ROOT / ".cache" / "models")
 
 
-@pytest.fixture(scope="module", params=["native", "reference"])
+@pytest.fixture(scope="module", params=["native", pytest.param("reference", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest, directory: Path) -> PagedSession:
     if request.param == "native" and native_available() is not None:
         pytest.skip(str(native_available()))

@@ -42,9 +42,10 @@ class Built:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """A pool's, whole and on one device."""
-        layout = self.session.model.layout
-        return [layout.pool_shape, self.session.model.pool_sharding.shard_shape(layout.pool_shape)]
+        """A pool's of each kind of layers, whole and on one device."""
+        model = self.session.model
+        whole = [layout.pool_shape for layout in (model.layout, *(group.layout for group in model.window_groups))]
+        return [*whole, *map(model.pool_sharding.shard_shape, whole)]
 
 
 def build(backend: str, model: str = "gpt_oss") -> Built:
@@ -88,7 +89,7 @@ def test_no_pool_meets_a_collective_and_none_stands_between_append_and_attend(na
 
 
 def test_every_pool_is_an_alias_of_itself_on_every_device(native: Built) -> None:
-    device_bytes = native.session.model.layout.device_pool_bytes()
+    device_bytes = native.session.model.device_pool_bytes()
     assert native.compiled.memory_analysis().alias_size_in_bytes == device_bytes
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from kv_execution.attention import triton_bridge
 from kv_execution.attention.triton_bridge import JAX_TRITON_TARGET, XLA_TARGET
-from tests.lowered_step import POOLS, TARGETS, lowered_step
+from tests.lowered_step import INT8_POOLS, LOWERING, POOLS, TARGETS, lowered_elsewhere, lowered_step
 from tests.stablehlo import check_in_place
 
 not_here = triton_bridge.missing(route="xla")
@@ -22,23 +18,22 @@ pytestmark = [
     pytest.mark.skipif(not_here is not None, reason=str(not_here)),
 ]
 
-ROOT = Path(__file__).parents[2]
-LOWERING = Path(sys.prefix) / "lowering"
-
 
 @pytest.mark.parametrize("name", ["cuda", "rocm"])
 def test_a_step_on_eight_gpus_writes_its_pools_in_place_and_talks_nowhere_between(name: str) -> None:
     check_in_place(lowered_step(TARGETS[name], "llama2"), XLA_TARGET, **POOLS)
 
 
+@pytest.mark.parametrize("name", ["cuda", "rocm"])
+def test_quantised_pools_and_their_scales_are_written_in_place_and_never_widened(name: str) -> None:
+    """Values and scales of K and V: eight arrays of two layers, each touched by its append, decode and attend alone."""
+    check_in_place(lowered_step(TARGETS[name], "llama2", "int8"), XLA_TARGET, **INT8_POOLS)
+
+
 @pytest.mark.skipif(not LOWERING.exists(), reason="jax's CUDA lowering code is not in .venv/lowering: make venv")
 def test_so_does_the_step_of_the_route_that_is_the_default_on_nvidia() -> None:
     """In a process of its own: where jax finds its CUDA code, it looks for a GPU and says so."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(LOWERING)])}
-    command = [sys.executable, "-m", "tests.lowered_step", "cuda-jax_triton", "llama2"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-3000:]
-    check_in_place(done.stdout, JAX_TRITON_TARGET, **POOLS)
+    check_in_place(lowered_elsewhere("bfloat16"), JAX_TRITON_TARGET, **POOLS)
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_the_command_refuses_to_be_one_of_several_processes(monkeypatch: pytest.
 def test_the_command_asks_before_it_opens_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from maxtext_paged.cli import model
 
-    monkeypatch.setattr(model, "prepare_environment", lambda: None)
-    monkeypatch.setattr(model, "load_configuration", lambda path, overrides: None)
+    monkeypatch.setattr(model, "prepare_environment", lambda *_, **__: None)
+    monkeypatch.setattr(model, "load_configuration", lambda *_, **__: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="generate runs in one process"):
         model.open_model("c.yml", [])

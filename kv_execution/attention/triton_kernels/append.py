@@ -1,6 +1,6 @@
 """Append: write each new token's key and value to its slot, in place.
 
-For:        NHD pools of any element type; keys and values are cast on the way.
+For:        NHD pools of any element type, and their scales; keys and values are cast on the way.
 Not for:    knowing which slot: ``slot_mapping`` says.
 May import: triton.
 """

@@ -21,6 +21,8 @@ def attend_kernel(
     kv_indices,
     tiles,
     sinks,
+    k_scales,
+    v_scales,
     output,
     KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -37,11 +39,12 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
     EXACT: tl.constexpr,
     PARTS: tl.constexpr,
+    STORED: tl.constexpr,
 ):
     """Grid ``(KV_HEADS * ceil(GROUP_SIZE / GROUP), tiles)``.
 
     ``GROUP_SIZE`` query heads read one KV head, ``GROUP`` of them in one tile. ``WINDOW`` 0 and ``SOFT_CAP`` 0.0 are
-    off. ``tiles``: int32 ``[n, 5]``, see ``triton_work.TILE_FIELDS``.
+    off. ``tiles``: int32 ``[n, 5]``, see ``triton_work.TILE_FIELDS``. Scales and ``STORED``: see ``walk_keys``.
     """
     tile = tiles + tl.program_id(1) * 5
     num_tokens = tl.load(tile + 1)
@@ -74,6 +77,8 @@ def attend_kernel(
         q,
         k_pool,
         v_pool,
+        k_scales,
+        v_scales,
         kv_indices,
         first_index,
         num_listed,
@@ -94,6 +99,7 @@ def attend_kernel(
         True,
         EXACT,
         PARTS,
+        STORED,
     )
     sink = total
     if HAS_SINKS:

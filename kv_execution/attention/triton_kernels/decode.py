@@ -41,14 +41,16 @@ def load_queries(
 
 
 @triton.jit
-def decode_whole_kernel(
+def walk_row(
     query,
     k_pool,
     v_pool,
+    k_scales,
+    v_scales,
     kv_indices,
-    rows,
-    sinks,
-    output,
+    row,
+    low,
+    high,
     KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -60,19 +62,11 @@ def decode_whole_kernel(
     BLOCK_T: tl.constexpr,
     SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     EXACT: tl.constexpr,
     PARTS: tl.constexpr,
+    STORED: tl.constexpr,
 ):
-    """Grid ``(KV_HEADS * ceil(GROUP_SIZE / GROUP), R)``: one program walks a row's keys and writes its output.
-
-    ``rows``: int32 ``[R, 6]``, see ``triton_work.ROW_FIELDS``.
-    """
-    row = rows + tl.program_id(1) * 6
-    low = tl.load(row + 3)
-    high = tl.load(row + 4)
-    if low >= high:
-        return
+    """``walk_keys`` over ``low <= t < high`` of one row, with the head of each tile row and whether it is one."""
     q, kv_head, head, real = load_queries(
         query, tl.load(row).to(tl.int64), KV_HEADS, GROUP_SIZE, GROUP, HEAD_DIM, PADDED_DIM, BLOCK_M, EXACT
     )
@@ -80,6 +74,8 @@ def decode_whole_kernel(
         q,
         k_pool,
         v_pool,
+        k_scales,
+        v_scales,
         kv_indices,
         tl.load(row + 1),
         tl.load(row + 2),
@@ -100,6 +96,71 @@ def decode_whole_kernel(
         False,
         EXACT,
         PARTS,
+        STORED,
+    )
+    return maximum, total, acc, head, real
+
+
+@triton.jit
+def decode_whole_kernel(
+    query,
+    k_pool,
+    v_pool,
+    kv_indices,
+    rows,
+    sinks,
+    k_scales,
+    v_scales,
+    output,
+    KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PARTS: tl.constexpr,
+    STORED: tl.constexpr,
+):
+    """Grid ``(KV_HEADS * ceil(GROUP_SIZE / GROUP), R)``: one program walks a row's keys and writes its output.
+
+    ``rows``: int32 ``[R, 6]``, see ``triton_work.ROW_FIELDS``. Scales and ``STORED``: see ``walk_keys``.
+    """
+    row = rows + tl.program_id(1) * 6
+    low = tl.load(row + 3)
+    high = tl.load(row + 4)
+    if low >= high:
+        return
+    maximum, total, acc, head, real = walk_row(
+        query,
+        k_pool,
+        v_pool,
+        k_scales,
+        v_scales,
+        kv_indices,
+        row,
+        low,
+        high,
+        KV_HEADS,
+        GROUP_SIZE,
+        GROUP,
+        HEAD_DIM,
+        PADDED_DIM,
+        PAGE_SIZE,
+        NUM_PAGES,
+        BLOCK_M,
+        BLOCK_T,
+        SCALE,
+        SOFT_CAP,
+        EXACT,
+        PARTS,
+        STORED,
     )
     sink = total
     if HAS_SINKS:
@@ -118,6 +179,8 @@ def decode_split_kernel(
     v_pool,
     kv_indices,
     rows,
+    k_scales,
+    v_scales,
     maxima,
     totals,
     values,
@@ -134,6 +197,7 @@ def decode_split_kernel(
     SOFT_CAP: tl.constexpr,
     EXACT: tl.constexpr,
     PARTS: tl.constexpr,
+    STORED: tl.constexpr,
 ):
     """Grid ``(KV_HEADS * ceil(GROUP_SIZE / GROUP), S, R)``: one program walks one piece of a row's keys.
 
@@ -147,22 +211,19 @@ def decode_split_kernel(
     high = tl.minimum(tl.load(row + 4), low + piece)
     if low >= high:
         return
-    q, kv_head, head, real = load_queries(
-        query, tl.load(row).to(tl.int64), KV_HEADS, GROUP_SIZE, GROUP, HEAD_DIM, PADDED_DIM, BLOCK_M, EXACT
-    )
-    maximum, total, acc = walk_keys(
-        q,
+    maximum, total, acc, head, real = walk_row(
+        query,
         k_pool,
         v_pool,
+        k_scales,
+        v_scales,
         kv_indices,
-        tl.load(row + 1),
-        tl.load(row + 2),
-        kv_head,
+        row,
         low,
         high,
-        head,
-        head,
         KV_HEADS,
+        GROUP_SIZE,
+        GROUP,
         HEAD_DIM,
         PADDED_DIM,
         PAGE_SIZE,
@@ -171,9 +232,9 @@ def decode_split_kernel(
         BLOCK_T,
         SCALE,
         SOFT_CAP,
-        False,
         EXACT,
         PARTS,
+        STORED,
     )
     dims = tl.arange(0, PADDED_DIM)
     part = (split * tl.num_programs(2) + row_number).to(tl.int64) * (KV_HEADS * GROUP_SIZE) + head

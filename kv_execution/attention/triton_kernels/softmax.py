@@ -1,6 +1,6 @@
 """The online softmax that attend and decode share: one tile of query rows walks a range of one request's keys.
 
-For:        scores, weights and their sums in float32, whatever pools and queries hold.
+For:        scores, weights and their sums in float32, whatever pools and queries hold, 8 bits and a scale among it.
 Not for:    choosing rows, ranges or tiles.
 May import: triton.
 
@@ -28,6 +28,29 @@ def log2_scores(products, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
+def widened(stored, STORED: tl.constexpr, DTYPE: tl.constexpr):
+    """What ``STORED`` elements are, without their scales, as ``DTYPE``: float32, bfloat16 or float16, all exact.
+
+    fp8 (sign, 4 bits of exponent with bias 7, 3 of mantissa) is widened by integer arithmetic: no device's own fp8 type
+    is asked for, and no subnormal float is made on the way, which some programs flush.
+    """
+    if STORED == 1:
+        number = stored.to(tl.float32)
+    else:
+        bits = stored.to(tl.int32)
+        magnitude = (((bits & 0x7F) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        # Exponent 0 reads as (1 + m / 8) / 128 and is m / 512: less, and what the second has; elsewhere that is more.
+        magnitude = tl.minimum(magnitude, 2.0 * magnitude - 0.015625)
+        number = (magnitude.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+    if DTYPE == tl.bfloat16:
+        # Eight bits of precision at most: what is cut off is zeros, and nothing has to be rounded.
+        number = (number.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        number = number.to(DTYPE)
+    return number
+
+
+@triton.jit
 def add_weighted(acc, weights, v, EXACT: tl.constexpr, PARTS: tl.constexpr):
     """``acc + weights @ v``. Half-precision values meet float32 weights as a sum of ``PARTS`` half-precision parts."""
     if EXACT:
@@ -50,6 +73,8 @@ def walk_keys(
     q,
     k_pool,
     v_pool,
+    k_scales,
+    v_scales,
     kv_indices,
     first_index,
     num_listed,
@@ -70,17 +95,24 @@ def walk_keys(
     RAGGED: tl.constexpr,
     EXACT: tl.constexpr,
     PARTS: tl.constexpr,
+    STORED: tl.constexpr,
 ):
     """Maximum, sum of weights and weighted values (``[M]``, ``[M]``, ``[M, PADDED_DIM]``) of keys ``low <= t < high``.
 
     Args:
       q: ``[M, PADDED_DIM]``, zeros past ``HEAD_DIM``.
+      k_scales, v_scales: float32 ``[pages, page, KV_HEADS]``; read only if ``STORED``, which is 0 for pools without
+        scales, 1 for int8 and 2 for the bits of fp8.
       first_index, num_listed: the request's part of ``kv_indices``; its first page holds position 0 of ``low``.
       oldest, newest: int32 ``[M]``, the first and last key that each row sees; read only if ``RAGGED``.
 
     Every key that is read is the request's own: past the last one, the last one again, which counts for nothing. So
     loads need no mask, and what a slot that nobody owns holds is never read. A page outside the pool, or a list too
     short for its keys, makes the tile NaN; nothing outside pool and list is read for it.
+
+    Quantised pools: a key's score and a value's weight take the scale; the products are of what is stored, exact in the
+    query's type. With half-precision queries values are bfloat16, also where those are float16: a weight times a scale
+    may be as large or small as any float32, which bfloat16 holds and float16 does not.
     """
     dims = tl.arange(0, PADDED_DIM)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -94,14 +126,19 @@ def walk_keys(
         page = tl.load(kv_indices + first_index + tl.minimum(held // PAGE_SIZE, last_listed))
         outside = outside | ((page < 0) | (page >= NUM_PAGES)).to(tl.int32)
         page = tl.minimum(tl.maximum(page, 0), NUM_PAGES - 1)
-        row = (page.to(tl.int64) * PAGE_SIZE + held % PAGE_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        slot = page.to(tl.int64) * PAGE_SIZE + held % PAGE_SIZE
+        row = slot * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
         if HEAD_DIM == PADDED_DIM:
             k = tl.load(k_pool + row[None, :] + dims[:, None])
             v = tl.load(v_pool + row[:, None] + dims[None, :])
         else:
             k = tl.load(k_pool + row[None, :] + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
             v = tl.load(v_pool + row[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        if STORED > 0:
+            k = widened(k, STORED, q.dtype)
         products = tl.dot(q, k.to(tl.float32), input_precision="ieee") if EXACT else tl.dot(q, k)
+        if STORED > 0:
+            products = products * tl.load(k_scales + slot * KV_HEADS + kv_head)[None, :]
         scores = log2_scores(products, SCALE, SOFT_CAP)
         if RAGGED:
             seen = (token[None, :] >= oldest[:, None]) & (token[None, :] <= newest[:, None])
@@ -114,6 +151,9 @@ def walk_keys(
         weights = tl.exp2(scores - shift[:, None])
         factor = tl.exp2(maximum - shift)
         total = total * factor + tl.sum(weights, 1)
+        if STORED > 0:
+            v = widened(v, STORED, tl.float32 if EXACT else tl.bfloat16)
+            weights = weights * tl.load(v_scales + slot * KV_HEADS + kv_head)[None, :]
         acc = add_weighted(acc * factor[:, None], weights, v, EXACT, PARTS)
         maximum = new_maximum
     missing = (tl.max(outside, 0) > 0) | ((high - 1) // PAGE_SIZE >= num_listed)

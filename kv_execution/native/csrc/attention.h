@@ -10,12 +10,17 @@
 
 namespace paged {
 
+// What a pool's elements are. Those of 8 bits are read as element * scale, one scale for each token and head.
+enum class PoolElement { kFloat32, kBfloat16, kInt8, kFloat8 };
+
 // One attention call over the pools of one shard. All sizes are 64-bit: page * tokens_per_page * token_stride passes
 // 2^31 in pools that people really use.
 struct Call {
-  const void* k_pool;  // [num_pages, tokens_per_page, kv_heads, dim], bfloat16 or float32
+  const void* k_pool;  // [num_pages, tokens_per_page, kv_heads, dim]
   const void* v_pool;
-  bool pool_is_bfloat16;
+  PoolElement pool_element;
+  const float* k_scales;  // [num_pages, tokens_per_page, kv_heads]; null where elements have no scales
+  const float* v_scales;
   int64_t num_pages, tokens_per_page, kv_heads, dim;
   int64_t group;  // query heads per KV head
 

@@ -27,7 +27,23 @@ std::atomic<int64_t> g_counts[5];
 
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument("maxtext-paged: " + what); }
 
-bool is_pool_type(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
+bool is_activation_type(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
+
+// int8, and uint8 for the bits of fp8, come with scales.
+bool is_scaled_type(ffi::DataType type) { return type == ffi::S8 || type == ffi::U8; }
+
+bool is_pool_type(ffi::DataType type) { return is_activation_type(type) || is_scaled_type(type); }
+
+int64_t byte_width(ffi::DataType type) { return is_scaled_type(type) ? 1 : type == ffi::BF16 ? 2 : 4; }
+
+PoolElement element_of(ffi::DataType type) {
+  if (type == ffi::S8) return PoolElement::kInt8;
+  if (type == ffi::U8) return PoolElement::kFloat8;
+  return type == ffi::BF16 ? PoolElement::kBfloat16 : PoolElement::kFloat32;
+}
+
+constexpr char kPoolTypes[] = " K and V pools must be [pages, tokens, heads, dim] of one type, float32, bfloat16, int8 or "
+                              "uint8 (the bits of float8_e4m3fn)";
 
 bool same(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
@@ -50,14 +66,14 @@ ffi::Error append(ffi::AnyBuffer k_pool, ffi::AnyBuffer v_pool, ffi::AnyBuffer k
   const auto shape = k_pool.dimensions();
   const auto type = k_pool.element_type();
   if (shape.size() != 4 || !same(v_pool.dimensions(), shape) || !is_pool_type(type) || v_pool.element_type() != type)
-    return invalid("append: K and V pools must be [pages, tokens, heads, dim] of one type, float32 or bfloat16");
+    return invalid(std::string("append:") + kPoolTypes);
   const int64_t num_tokens = slots.element_count(), row = shape[2] * shape[3];
   if (key.element_type() != type || value.element_type() != type || !has_count(key, num_tokens * row) ||
       !has_count(value, num_tokens * row))
     return invalid("append: key and value must be [tokens, heads, dim] of the pools' type");
   if (k_out->untyped_data() != k_pool.untyped_data() || v_out->untyped_data() != v_pool.untyped_data())
     return ffi::Error::Internal("maxtext-paged: append: the pools are not written in place");
-  const int64_t row_bytes = row * (type == ffi::BF16 ? 2 : 4), num_slots = shape[0] * shape[1];
+  const int64_t row_bytes = row * byte_width(type), num_slots = shape[0] * shape[1];
   write_rows(static_cast<char*>(k_out->untyped_data()), static_cast<const char*>(key.untyped_data()),
              slots.typed_data(), num_tokens, num_slots, row_bytes);
   write_rows(static_cast<char*>(v_out->untyped_data()), static_cast<const char*>(value.untyped_data()),
@@ -66,7 +82,7 @@ ffi::Error append(ffi::AnyBuffer k_pool, ffi::AnyBuffer v_pool, ffi::AnyBuffer k
 }
 
 ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer k_pool, ffi::AnyBuffer v_pool,
-                  ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::S32> kv_indptr,
+                  ffi::Buffer<ffi::F32> k_scales, ffi::Buffer<ffi::F32> v_scales, ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::S32> kv_indptr,
                   ffi::Buffer<ffi::S32> kv_indices, ffi::Buffer<ffi::S32> first_page_offset,
                   ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> output, float scale, float soft_cap,
                   int64_t window, int64_t min_tokens, int64_t min_tokens_per_request, int64_t build) {
@@ -74,8 +90,11 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer k_p
   const auto type = k_pool.element_type(), query_type = query.element_type();
   if (pool_shape.size() != 4 || !same(v_pool.dimensions(), pool_shape) || !is_pool_type(type) ||
       v_pool.element_type() != type)
-    return invalid("attend: K and V pools must be [pages, tokens, heads, dim] of one type, float32 or bfloat16");
-  if (query_shape.size() != 3 || !is_pool_type(query_type) || output->element_type() != query_type ||
+    return invalid(std::string("attend:") + kPoolTypes);
+  const int64_t num_scales = is_scaled_type(type) ? pool_shape[0] * pool_shape[1] * pool_shape[2] : 0;
+  if (!has_count(k_scales, num_scales) || !has_count(v_scales, num_scales))
+    return invalid("attend: scales must be [pages, tokens, heads] for int8 and uint8 pools, and none for others");
+  if (query_shape.size() != 3 || !is_activation_type(query_type) || output->element_type() != query_type ||
       !same(output->dimensions(), query_shape))
     return invalid("attend: query and output must be [tokens, heads, dim] of one type, float32 or bfloat16");
   const int64_t num_tokens = query_shape[0], heads = query_shape[1], dim = query_shape[2];
@@ -92,7 +111,9 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer k_p
   Call call{};
   call.k_pool = k_pool.untyped_data();
   call.v_pool = v_pool.untyped_data();
-  call.pool_is_bfloat16 = type == ffi::BF16;
+  call.pool_element = element_of(type);
+  call.k_scales = num_scales ? k_scales.typed_data() : nullptr;
+  call.v_scales = num_scales ? v_scales.typed_data() : nullptr;
   call.num_pages = pool_shape[0];
   call.tokens_per_page = pool_shape[1];
   call.kv_heads = pool_shape[2];
@@ -167,6 +188,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(maxtext_paged_attend, paged::attend,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

@@ -9,7 +9,12 @@
 #include <cstdint>
 #include <cstring>
 #include <cstdlib>
+#include <type_traits>
 #include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #include "attention.h"
 
@@ -116,6 +121,10 @@ PAGED_INLINE float weigh(float* scores, int padded, float soft_cap, float& maxim
   return factor;
 }
 
+// Elements of 8 bits have scales: a key's is put to its score and a value's to its weight, not to each element.
+template <class Element>
+constexpr bool kScaled = sizeof(Element) == 1;
+
 template <class Element>
 PAGED_INLINE void fetch(const Element* from, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(Element))) __builtin_prefetch(from + i, 0, 2);
@@ -127,7 +136,7 @@ PAGED_INLINE void fetch(const Element* from, int64_t count) {
 // several query heads' arithmetic lies between two slices.
 template <class Element>
 struct Ahead {
-  static constexpr int64_t kPiece = kWide * kLanes;
+  static constexpr int64_t kPiece = kWide * kLanes > 64 / int(sizeof(Element)) ? kWide * kLanes : 64 / int(sizeof(Element));
   const Element* const* rows;
   int64_t row_size, last;  // elements of a token; tokens to fetch
   int pieces;              // of each call
@@ -227,6 +236,7 @@ PAGED_INLINE void add_values(const Element* const* rows, Ahead<Element>& ahead, 
 template <class Element>
 struct Block {
   const Element *k[kBlock], *v[kBlock];
+  const float *k_scales[kScaled<Element> ? kBlock : 1], *v_scales[kScaled<Element> ? kBlock : 1];  // [kv_heads] each
   int count = 0;
 
   void fill(const Call& call, int64_t row, int64_t first, int64_t end) {
@@ -238,11 +248,26 @@ struct Block {
       for (int i = 0; i < run; i++, j++) {
         k[j] = static_cast<const Element*>(call.k_pool) + offset + i * call.token_stride();
         v[j] = static_cast<const Element*>(call.v_pool) + offset + i * call.token_stride();
+        if constexpr (kScaled<Element>) {
+          const int64_t scale = offset / call.dim + i * call.kv_heads;
+          k_scales[j] = call.k_scales + scale;
+          v_scales[j] = call.v_scales + scale;
+        }
       }
     }
-    for (int j = count; count && j < kBlock; j++) k[j] = k[count - 1], v[j] = v[count - 1];
+    for (int j = count; count && j < kBlock; j++) {
+      k[j] = k[count - 1], v[j] = v[count - 1];
+      if constexpr (kScaled<Element>) k_scales[j] = k_scales[count - 1], v_scales[j] = v_scales[count - 1];
+    }
   }
 };
+
+// Multiplies what stands for `padded` tokens by their scales for one KV head.
+PAGED_INLINE void put_scales(float* numbers, int padded, const float* const* scales, int64_t kv_head) {
+  alignas(64) float own[kBlock];
+  for (int j = 0; j < padded; j++) own[j] = scales[j][kv_head];
+  for (int j = 0; j < padded; j += kLanes) store(numbers + j, load(numbers + j) * load(own + j));
+}
 
 struct Heads {
   const float* query;  // [heads, dim] of the KV head's group, scaled
@@ -264,14 +289,14 @@ PAGED_INLINE void decode_heads(const Call& call, const Block<Element>& block, Ah
   };
   const int padded = (block.count + kLanes - 1) / kLanes * kLanes;
   alignas(64) float weights[kHeads][kBlock];
-  alignas(64) float widened[sizeof(Element) == 2 && kHeads > 1 ? kLanes * 256 : 1];
+  alignas(64) float widened[sizeof(Element) < 4 && kHeads > 1 ? kLanes * 256 : 1];
   for (int j = 0; j < padded; j += kLanes) {
     if constexpr (kHeads == 4 && kLanes == 16) {  // sums, keys and a query fit 32 registers
       for (int h = 0; h < kHeads; h++) {
         fetch_keys(j, first + h);
         score_heads<Element, kDim, kHeads>(block.k + j + 4 * h, offset, heads.query, dim, weights, j + 4 * h);
       }
-    } else if constexpr (sizeof(Element) == 2 && kHeads > 1) {
+    } else if constexpr (sizeof(Element) < 4 && kHeads > 1) {
       const float* rows[kLanes];
       for (int t = 0; t < kLanes; t++) {
         rows[t] = widened + t * dim;
@@ -290,8 +315,10 @@ PAGED_INLINE void decode_heads(const Call& call, const Block<Element>& block, Ah
   }
   float factors[kHeads];
   for (int h = 0; h < kHeads; h++) {
+    if constexpr (kScaled<Element>) put_scales(weights[h], padded, block.k_scales, offset / dim);
     for (int j = block.count; j < padded; j++) weights[h][j] = minus_infinity();
     factors[h] = weigh(weights[h], padded, call.soft_cap, heads.maximum[h], heads.sum[h]);
+    if constexpr (kScaled<Element>) put_scales(weights[h], padded, block.v_scales, offset / dim);
   }
   const int stride = int((call.group + 3) / 4), phase = int(first / 4);
   int64_t d = 0;
@@ -344,10 +371,22 @@ void decode_range(const Call& call, const Item& item, const float* query, float*
 
 template <class Element>
 void decode_range(const Call& call, const Item& item, const float* query, float* maximum, float* sum, float* values) {
-  if (call.group > 1 || call.dim * int64_t(sizeof(Element)) < 512)
-    decode_range<Element, true>(call, item, query, maximum, sum, values);
-  else
-    decode_range<Element, false>(call, item, query, maximum, sum, values);
+  if constexpr (sizeof(Element) > 1) {  // a head of bytes is never that long
+    if (call.group == 1 && call.dim * int64_t(sizeof(Element)) >= 512)
+      return decode_range<Element, false>(call, item, query, maximum, sum, values);
+  }
+  decode_range<Element, true>(call, item, query, maximum, sum, values);
+}
+
+// Calls `body` with a pointer, never read, of the type that the pools' elements have.
+template <class Body>
+PAGED_INLINE void with_element(const Call& call, const Body& body) {
+  switch (call.pool_element) {
+    case PoolElement::kFloat32: return body(static_cast<float*>(nullptr));
+    case PoolElement::kBfloat16: return body(static_cast<uint16_t*>(nullptr));
+    case PoolElement::kInt8: return body(static_cast<int8_t*>(nullptr));
+    case PoolElement::kFloat8: return body(static_cast<Float8*>(nullptr));
+  }
 }
 
 void decode(const Call& call, const Item& item) {
@@ -358,10 +397,9 @@ void decode(const Call& call, const Item& item) {
   float *sum = maximum + heads, *values = sum + heads;
   std::fill(maximum, sum, minus_infinity());
   std::fill(sum, values + heads * dim, 0.0f);
-  if (call.pool_is_bfloat16)
-    decode_range<uint16_t>(call, item, query, maximum, sum, values);
-  else
-    decode_range<float>(call, item, query, maximum, sum, values);
+  with_element(call, [&](auto* element) {
+    decode_range<std::remove_pointer_t<decltype(element)>>(call, item, query, maximum, sum, values);
+  });
   if (item.partial) return;
   for (int64_t h = 0; h < heads; h++)
     write_output(call, item.first_query, h, maximum[h], sum[h], values + h * dim);
@@ -423,20 +461,26 @@ void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride
 
 // A block's keys as [dim, kBlock] and its values as [kBlock, dim], zeros behind the last one.
 template <class Element>
-void pack(const Call& call, const Block<Element>& block, int64_t offset, float* keys, float* values) {
-  const int64_t dim = call.dim;
+void pack(const Call& call, const Block<Element>& block, int64_t kv_head, float* keys, float* values) {
+  const int64_t dim = call.dim, offset = kv_head * dim;
+  const auto widened = [&](const Element* from, const float* const* scales, int token) {
+    if constexpr (kScaled<Element>)
+      return load(from) * scales[token][kv_head];
+    else
+      return load(from);
+  };
   for (int j = 0; j < kBlock; j += kLanes)
     for (int64_t d = 0; d < dim; d += kLanes) {
       Vec square[kLanes];
 #pragma GCC unroll 16
       for (int t = 0; t < kLanes; t++)
-        square[t] = j + t < block.count ? load(block.k[j + t] + offset + d) : Vec{};
+        square[t] = j + t < block.count ? widened(block.k[j + t] + offset + d, block.k_scales, j + t) : Vec{};
       transpose(square);
 #pragma GCC unroll 16
       for (int t = 0; t < kLanes; t++) store(keys + (d + t) * kBlock + j, square[t]);
     }
   for (int j = 0; j < block.count; j++)
-    for (int64_t d = 0; d < dim; d += kLanes) store(values + j * dim + d, load(block.v[j] + offset + d));
+    for (int64_t d = 0; d < dim; d += kLanes) store(values + j * dim + d, widened(block.v[j] + offset + d, block.v_scales, j));
 }
 
 template <class Element>
@@ -465,7 +509,7 @@ void tile_range(const Call& call, const Item& item) {
   Block<Element> block;
   for (int64_t key = item.first_key; key < item.end_key; key += kBlock) {
     block.fill(call, row, key, item.end_key);
-    pack(call, block, item.kv_head * dim, keys, values);
+    pack(call, block, item.kv_head, keys, values);
     for (int64_t r = 0; r < rows; r += kTileHeight) {
       const int64_t to = seen(r, std::min(r + kTileHeight, real) - 1, key, block.count).second;
       multiply(query + r * dim, dim, keys, kBlock, weights + r * kBlock, (to + kLanes - 1) / kLanes * kLanes, dim, false);
@@ -491,10 +535,7 @@ void tile_range(const Call& call, const Item& item) {
 }
 
 void tile(const Call& call, const Item& item) {
-  if (call.pool_is_bfloat16)
-    tile_range<uint16_t>(call, item);
-  else
-    tile_range<float>(call, item);
+  with_element(call, [&](auto* element) { tile_range<std::remove_pointer_t<decltype(element)>>(call, item); });
 }
 
 float read(const float* from, int64_t count) {

@@ -1,7 +1,7 @@
 // Vectors of one instruction set in GCC's and clang's vector extensions: PAGED_VECTOR_BYTES wide.
 //
-// For:      loads that widen bfloat16, sums across lanes, transposition, exp and tanh.
-// Not for:  intrinsics: the same text compiles for every architecture. Included once per instruction-set build,
+// For:      loads that widen bfloat16, int8 and fp8, sums across lanes, transposition, exp and tanh.
+// Not for:  intrinsics (but to widen bytes): the same text compiles everywhere. Included once per instruction-set build,
 //           inside that build's namespace, so that no inline function of one build is linked into another.
 
 constexpr int kBytes = PAGED_VECTOR_BYTES;
@@ -10,6 +10,11 @@ constexpr int kLanes = kBytes / 4;
 typedef float Vec __attribute__((vector_size(kBytes)));
 typedef int32_t Int __attribute__((vector_size(kBytes)));
 typedef uint16_t Half __attribute__((vector_size(kBytes / 2)));
+
+// An element of a float8_e4m3fn pool: sign, 4 bits of exponent with bias 7, 3 of mantissa. No infinity; pools hold no NaN.
+struct Float8 {
+  uint8_t bits;
+};
 
 #define PAGED_INLINE static inline __attribute__((always_inline))
 
@@ -23,6 +28,33 @@ PAGED_INLINE Vec load(const uint16_t* from) {
   Half half;
   std::memcpy(&half, from, sizeof half);
   return (Vec)(__builtin_convertvector(half, Int) << 16);
+}
+
+// Bytes as integers. GCC 12 would convert a vector of bytes one by one, so here the instruction is named.
+#if defined(__AVX512F__)
+PAGED_INLINE Int widened(const int8_t* from) { return (Int)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+PAGED_INLINE Int widened(const uint8_t* from) { return (Int)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
+#elif defined(__AVX2__)
+PAGED_INLINE Int widened(const int8_t* from) { return (Int)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+PAGED_INLINE Int widened(const uint8_t* from) { return (Int)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+#else
+template <class Narrow>
+PAGED_INLINE Int widened(const Narrow* from) {
+  typedef Narrow Bytes __attribute__((vector_size(kBytes / 4)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Int);
+}
+#endif
+
+PAGED_INLINE Vec load(const int8_t* from) { return __builtin_convertvector(widened(from), Vec); }
+
+// Exact, and without a subnormal float on the way: threads that flush those would read other numbers.
+PAGED_INLINE Vec load(const Float8* from) {
+  const Int bits = widened(&from->bits), magnitude = bits & 0x7f;
+  const Int tiny = magnitude < 8;  // exponent 0: mantissa / 8 * 2^-6, made as (1 + mantissa / 8) * 2^-6 less 2^-6
+  const Vec number = (Vec)((magnitude << 20) + (120 << 23) - (tiny << 23)) - (Vec)(tiny & 0x3c800000);
+  return (Vec)((Int)number | (bits & 0x80) << 24);
 }
 
 PAGED_INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
