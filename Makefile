@@ -26,14 +26,20 @@ demo: venv  ## ten prompts through SmolLM2-135M on a paged KV pool inside MaxTex
 	JAX_PLATFORMS=cpu $(BIN)/maxtext-paged generate $(MODEL)/config.yml -i examples/prompts.jsonl -o out/demo.jsonl --overwrite
 	@$(BIN)/python scripts/show-completions.py examples/prompts.jsonl out/demo.jsonl
 
-test: venv  ## all tests that need no GPU: on eight virtual devices, then on one
+test: SLOW := --slow
+test: test-quick  ## all tests that need no GPU: on eight virtual devices, then on one
+
+test-quick: venv  ## those that are not marked slow: minutes
 	@rc=0; \
-	XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" $(PYTEST) -m multi_device -n 2 --dist loadfile $(PYTEST_ARGS) || rc=$$?; \
-	$(PYTEST) -n 2 --dist loadfile $(PYTEST_ARGS) || rc=$$?; \
+	XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" $(PYTEST) -m multi_device -n 2 --dist loadfile $(SLOW) $(PYTEST_ARGS) || rc=$$?; \
+	$(PYTEST) -n 2 --dist loadfile $(SLOW) $(PYTEST_ARGS) || rc=$$?; \
 	exit $$rc
 
-test-long: venv  ## random traffic on the control plane, 100,000 calls and more: minutes
-	$(PYTEST) -m long $(PYTEST_ARGS)
+test-long: venv  ## random traffic of 100,000 calls, every family on every backend, real models: an hour and more
+	@rc=0; \
+	XLA_FLAGS="$$XLA_FLAGS --xla_force_host_platform_device_count=8" $(PYTEST) -m "long and multi_device" $(PYTEST_ARGS) || rc=$$?; \
+	$(PYTEST) -m long $(PYTEST_ARGS) || rc=$$?; \
+	exit $$rc
 
 test-gpu: venv  ## the tests that need a GPU, on a machine that has one
 	@$(BIN)/python -c "import jax; print('GPU:', jax.devices('gpu')[0].device_kind)"
@@ -58,7 +64,7 @@ docs: venv  ## the documentation's site in site/, warnings as errors (reads sour
 
 check-fast: lint contracts types doctest docs  ## all of `check` but the tests
 
-check: check-fast test  ## is it good? one answer
+check: check-fast test-quick  ## is it good? one answer in five minutes; CI runs `test` in place of `test-quick`
 
 format: venv  ## rewrite the files the way `lint` wants them
 	$(BIN)/ruff format .
@@ -70,4 +76,4 @@ lock: venv  ## rewrite requirements/cpu.txt from pyproject.toml (keeps locked ve
 clean:  ## caches and outputs; keeps .venv and the converted model
 	rm -rf .cache/jax .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist out site
 
-.PHONY: help venv demo test test-gpu lint contracts types doctest docs check-fast check format lock clean
+.PHONY: help venv demo test test-quick test-long test-gpu lint contracts types doctest docs check-fast check format lock clean

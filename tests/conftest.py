@@ -43,6 +43,10 @@ def virtual_devices(xla_flags: str) -> int:
     return int(counts[-1]) if counts else 1
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run tests marked `slow` too, as `make test` does")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if "jax" in sys.modules:
         raise pytest.UsageError("jax was imported before tests/conftest.py could choose its devices")
@@ -74,11 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
     if virtual_devices(os.environ.get("XLA_FLAGS", "")) < NUM_VIRTUAL_DEVICES:
-        needs_devices = [item for item in items if item.get_closest_marker("multi_device") is not None]
-        if needs_devices:
-            config.hook.pytest_deselected(items=needs_devices)
-            config.stash[_DESELECTED] = len(needs_devices)
-            items[:] = [item for item in items if item.get_closest_marker("multi_device") is None]
+        _deselect(config, items, "multi_device", _DESELECTED)
 
     for item in items:
         if item.get_closest_marker("multi_device") is not None:
@@ -87,15 +87,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seconds = own.args[0] if own is not None and own.args else MULTI_DEVICE_TIMEOUT_SECONDS
             item.add_marker(pytest.mark.timeout(seconds, method="thread"), append=False)
 
-    if not {"slow", "long"} & set(re.findall(r"\w+", config.option.markexpr)):
-        takes_minutes = [item for item in items if item.get_closest_marker("long") is not None]
-        if takes_minutes:
-            config.hook.pytest_deselected(items=takes_minutes)
-            config.stash[_LONG] = len(takes_minutes)
-            items[:] = [item for item in items if item.get_closest_marker("long") is None]
+    named = set(re.findall(r"\w+", config.option.markexpr))
+    if "long" not in named:
+        _deselect(config, items, "long", _LONG)
+    # Who names a file wants all of it.
+    files = any(Path(argument.partition("::")[0]).is_file() for argument in config.args)
+    if not (config.option.slow or files or {"slow", "long"} & named):
+        _deselect(config, items, "slow", _SLOW)
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str, key: pytest.StashKey[int]) -> None:
+    left_out = [item for item in items if item.get_closest_marker(marker) is not None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[key] = len(left_out)
+        items[:] = [item for item in items if item.get_closest_marker(marker) is None]
 
 
 _DESELECTED = pytest.StashKey[int]()
+_SLOW = pytest.StashKey[int]()
 _LONG = pytest.StashKey[int]()
 
 
@@ -105,6 +115,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             f"{count} multi_device tests deselected: this process has one device; "
             "they run with `-m multi_device` (`make test` does both)"
         )
+    if count := config.stash.get(_SLOW, 0):
+        terminalreporter.write_line(f"{count} slow tests deselected: they run with `--slow` (`make test`)")
     if count := config.stash.get(_LONG, 0):
         terminalreporter.write_line(f"{count} tests that take minutes deselected: they run with `make test-long`")
 

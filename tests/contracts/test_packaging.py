@@ -91,6 +91,7 @@ def test_the_wheel_and_the_contracts_name_the_same_packages():
     )
 
 
+@pytest.mark.slow
 def test_what_the_packages_import_is_declared():
     """A dependency that only arrives through another one would vanish with it."""
     packages = PYPROJECT["tool"]["scikit-build"]["wheel"]["packages"]

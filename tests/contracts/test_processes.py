@@ -6,6 +6,7 @@ The whole-process cases run pytest on a copy of conftest.py beside a few one-lin
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,7 @@ def pytest_on(tmp_path: Path):
     return run
 
 
+@pytest.mark.slow
 def test_an_unmarked_gpu_test_stops_the_run_and_is_named(pytest_on):
     result = pytest_on("def test_unmarked(gpu_device): ...\ndef test_other(): ...\n")
     assert result.returncode != 0
@@ -78,6 +80,7 @@ def test_an_unmarked_gpu_test_stops_the_run_and_is_named(pytest_on):
     assert "passed" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_gpu_test_is_skipped_with_a_reason_and_no_gpu_is_visible_to_others(pytest_on):
     result = pytest_on(
         "@pytest.mark.gpu\ndef test_gpu(gpu_device): assert False\n"
@@ -89,12 +92,14 @@ def test_a_gpu_test_is_skipped_with_a_reason_and_no_gpu_is_visible_to_others(pyt
     assert "this process is CPU-only: GPU tests run with `-m gpu`" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_gpu_process_without_a_gpu_skips_and_says_what_jax_answered(pytest_on):
     result = pytest_on("@pytest.mark.gpu\ndef test_gpu(gpu_device): assert False\n", "-m", "gpu", JAX_PLATFORMS="cpu")
     assert "1 skipped" in result.stdout
     assert "no GPU: " in result.stdout
 
 
+@pytest.mark.slow
 def test_multi_device_tests_are_deselected_aloud_in_a_one_device_process(pytest_on):
     result = pytest_on("@pytest.mark.multi_device\ndef test_many(): assert False\ndef test_one(): ...\n")
     assert result.returncode == 0, result.stdout
@@ -102,6 +107,34 @@ def test_multi_device_tests_are_deselected_aloud_in_a_one_device_process(pytest_
     assert "1 multi_device tests deselected: this process has one device" in result.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [
+        ((), "quick"),
+        (("--slow",), "quick slow"),
+        (("tests/test_given.py",), "quick slow"),
+        (("tests/test_given.py::test_slow",), "slow"),
+        (("-m", "slow"), "slow"),
+        (("-m", "long"), "long"),
+        (("-m", "not maxtext"), "quick"),
+        (("tests",), "quick"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_slow_and_long_tests_run_where_they_are_asked_for_and_are_left_out_aloud(pytest_on, arguments, passed: str):
+    result = pytest_on(
+        "def test_quick(): ...\n@pytest.mark.slow\ndef test_slow(): ...\n@pytest.mark.long\ndef test_long(): ...\n",
+        "-v",
+        *arguments,
+    )
+    assert result.returncode == 0, result.stdout
+    assert re.findall(r"::test_(\w+) PASSED", result.stdout) == passed.split()
+    left_out = {"quick": "1 slow tests deselected: they run with `--slow`"}.get(passed, "")
+    assert left_out in result.stdout
+
+
+@pytest.mark.slow
 def test_a_multi_device_process_gets_its_devices_without_being_told(pytest_on):
     result = pytest_on(
         "@pytest.mark.multi_device\ndef test_many():\n    import jax\n    assert jax.device_count() == 8\n",
@@ -112,6 +145,7 @@ def test_a_multi_device_process_gets_its_devices_without_being_told(pytest_on):
     assert "1 passed" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_multi_device_test_that_hangs_in_c_fails_the_run(pytest_on):
     result = pytest_on(
         "import ctypes\n@pytest.mark.multi_device\n@pytest.mark.timeout(2)\ndef test_hangs():\n"
@@ -124,6 +158,7 @@ def test_a_multi_device_test_that_hangs_in_c_fails_the_run(pytest_on):
     assert "Timeout" in result.stdout + result.stderr and "test_hangs" in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [

@@ -123,6 +123,7 @@ def test_with_one_free_page_a_preempted_prompt_of_twelve_waits():  # CASES 70
     assert loop.scheduler.num_preemptions == 0
 
 
+@pytest.mark.slow
 def test_nobody_is_sent_back_before_one_of_those_it_joined_has_outgrown_a_page():  # CASES 70, 71
     preemptions = 0
 

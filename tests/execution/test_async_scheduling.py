@@ -111,6 +111,7 @@ def test_a_stop_that_is_found_late_costs_one_token_which_is_dropped_unread(monke
     assert driver.runtime.control.num_free_pages == 16
 
 
+@pytest.mark.slow
 def test_the_row_of_a_late_stop_can_be_anothers_before_its_extra_token_arrives() -> None:
     """Two requests, one row: the second is let in while the first one's dropped token is still in flight."""
     prompts = [np.array([4, 9, 2]), np.array([8, 1])]

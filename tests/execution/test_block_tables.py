@@ -121,6 +121,7 @@ def steps(draw: Any) -> tuple[list[PageRow], int, Metadata]:
     return rows, tokens_per_page, metadata
 
 
+@pytest.mark.slow
 @given(steps())
 def test_the_packed_table_is_the_control_plane_s_whatever_stands_in_the_padding(step):
     rows, tokens_per_page, metadata = step

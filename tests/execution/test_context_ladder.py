@@ -23,7 +23,7 @@ from kv_execution.runtime import PagedRuntime
 from tests.execution.aiter_stub import HOST, built_stub, not_here, stub
 
 __all__ = ["built_stub", "stub"]
-pytestmark = pytest.mark.skipif(not_here() is not None, reason=str(not_here()))
+pytestmark = [pytest.mark.skipif(not_here() is not None, reason=str(not_here())), pytest.mark.slow]
 
 VOCAB, HEADS, KV_HEADS, DIM = 61, 4, 2, 64
 LONGEST = 512

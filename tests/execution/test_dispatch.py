@@ -200,6 +200,7 @@ def test_a_runtime_counts_the_decodes_it_dispatched():
     assert metrics.num_steps == 4
 
 
+@pytest.mark.slow
 def test_a_runtime_dispatches_by_the_block_epoch_of_each_plan_and_counts_no_warm_up(monkeypatch):
     given, packed = [], []
     outcomes, run_step = DecodeDispatch.outcomes, PagedRuntime.run_step

@@ -48,7 +48,9 @@ def test_chunks_give_the_same_tokens(chunk: int | None) -> None:
     assert_as_alone(requests)
 
 
-@pytest.mark.parametrize("num_pages", [5, 6, 7, 9])
+@pytest.mark.parametrize(
+    "num_pages", [5, 6, pytest.param(7, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)]
+)
 def test_a_pool_too_small_for_all_preempts_and_gives_the_same_tokens_in_bounded_steps(num_pages: int) -> None:
     driver = make_driver(num_pages=num_pages)
     requests = requests_of(MIXED)
@@ -104,6 +106,7 @@ def test_recycled_pages_carry_nothing_over() -> None:
     assert driver.runtime.metrics().num_scrubbed_pages > 0
 
 
+@pytest.mark.slow
 def test_one_row_with_nan_fails_alone() -> None:
     driver = make_driver(num_pages=64, nan_token=13)
     good = Request(RequestId(1), np.array([1, 2, 3]), max_tokens=6)
@@ -166,6 +169,7 @@ def test_cancelling_in_any_state_returns_its_pages(steps: int) -> None:
     assert driver.cancel(requests[0].id) is None
 
 
+@pytest.mark.slow
 def test_seeded_sampling_does_not_depend_on_batch_chunks_or_preemption() -> None:
     def sampled(only: int | None = None, **options: object) -> dict[int, list[int]]:
         driver = make_driver(**options)  # type: ignore[arg-type]
@@ -223,6 +227,7 @@ def test_a_released_handle_is_refused() -> None:
         driver.runtime.prepare_step([RequestSlice(handle, 0, np.array([1], np.int32))])
 
 
+@pytest.mark.slow
 def test_outcomes_carry_the_batch_that_ran() -> None:
     driver = make_driver(num_pages=16)
     handles = [driver.runtime.open() for _ in range(2)]
@@ -236,6 +241,7 @@ def test_outcomes_carry_the_batch_that_ran() -> None:
     assert [result.token for result in outcome.read()] == [None, None]
 
 
+@pytest.mark.slow
 def test_a_churn_of_requests_compiles_one_program_per_rung_then_nothing() -> None:
     driver = make_driver(num_pages=40, max_num_seqs=6, max_num_batched_tokens=64)
     rng = np.random.default_rng(3)

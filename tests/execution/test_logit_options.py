@@ -139,6 +139,7 @@ def sampled_requests(only: int | None = None) -> list[Request]:
     return made if only is None else [made[only]]
 
 
+@pytest.mark.slow
 def test_seeded_rows_with_options_are_the_same_alone_and_in_any_batch(roomy: PagedDriver) -> None:
     tight = driver_of(num_pages=9, prefill_chunk_tokens=3)
     runs = [run_all(driver, sampled_requests()) for driver in (roomy, tight)]
@@ -221,6 +222,7 @@ def test_options_never_compile_a_second_program_and_a_batch_without_them_sends_n
     assert roomy.scheduler.table.num_with_options == 0
 
 
+@pytest.mark.slow
 def test_one_bad_row_fails_alone_among_rows_with_options() -> None:
     driver = driver_of(nan_token=11)
     made = [request(0, PROMPTS[0], **PENALTIES[0]), request(1, [5, 11], repetition_penalty=1.2, top_logprobs=2)]
@@ -285,6 +287,7 @@ def test_every_mix_of_options_is_the_numpy_formula() -> None:
     np.testing.assert_allclose(np.asarray(found), np.array(expected), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.multi_device
 def test_logits_that_are_sharded_over_the_vocabulary_give_the_same_choices() -> None:
     """As MaxText's head leaves them on a tensor axis; the table of options is whole on every device."""

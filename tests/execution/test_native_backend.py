@@ -82,6 +82,7 @@ def test_more_query_heads_than_a_tile_has_rows_share_a_kv_head(rng):
     assert_equals_dense(run(NativeBackend(), step), step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [[(1900, 1)], [(700, 1), (5, 1), (1100, 1), (40, 10)]], ids=["alone", "several"])
 def test_split_over_keys_or_walked_whole_a_decode_is_the_same(rng, dtype, sizes):

@@ -66,6 +66,7 @@ def test_attention_is_dense_attention_over_what_the_pool_holds(rng, backend, dty
         assert k_pool.dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 128), (9, 3, 64), (10, 2, 48)])
 def test_each_way_of_sharing_keys_reads_each_head_with_its_own_scale(rng, any_build, dtype, heads, kv_heads, dim):

@@ -109,6 +109,7 @@ def test_the_largest_float_saturates_nothing(dtype):
     assert np.isfinite(np.asarray(dequantise(values, scales))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_bits_depend_on_no_other_row_and_on_no_program(rng, dtype):
     rows = rng.normal(size=(37, 3, 48)).astype(np.float32)

@@ -125,6 +125,7 @@ def _rules_of(config: str) -> tuple[list[str], list[tuple[str, tuple[str, ...]]]
     return list(data.get("mesh_axes", base.mesh_axes)), rules
 
 
+@pytest.mark.slow
 @pytest.mark.maxtext
 @pytest.mark.parametrize(
     ("config", "expected"),

@@ -136,6 +136,7 @@ def test_the_mutators_above_are_all_there_are():
     assert public - readers == set(MUTATORS)
 
 
+@pytest.mark.slow
 def test_plans_are_built_at_most_once_a_page_boundary_and_counted_only_where_fused_ran():
     fused = DecodeDispatch(floors=SplitFloors(), plans=SplitPlanCache(2, 4))
     driver = make_driver(num_pages=32, decode=fused)

@@ -24,7 +24,7 @@ from kv_execution.attention.triton_backend import TRITON_CAPABILITIES, TritonBac
 from kv_execution.attention.triton_tiles import Tile
 
 not_here = triton_bridge.missing(route="xla")
-pytestmark = pytest.mark.skipif(not_here is not None, reason=str(not_here))
+pytestmark = [pytest.mark.skipif(not_here is not None, reason=str(not_here)), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 ORDINARY = Case("bfloat16", 128, 4)

@@ -75,6 +75,7 @@ def test_a_prefix_hit_gives_the_tokens_of_a_miss(ahead: bool, chunk: int) -> Non
     assert_as_alone(driver, first + later)
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_fork_within_the_window() -> None:
     driver = make_driver(40, window=WINDOW, window_pages=24)
     requests = [request(i, prompt(15), 8, group=1, sampling=SamplingSpec(sample_index=i)) for i in range(4)]
@@ -84,6 +85,7 @@ def test_samples_of_a_prompt_fork_within_the_window() -> None:
     assert_as_alone(driver, requests)
 
 
+@pytest.mark.slow
 def test_pages_that_leave_the_window_are_poisoned_and_only_those() -> None:
     driver = make_driver(16, window=WINDOW, window_pages=16, max_num_seqs=1)
     driver.submit(request(0, prompt(30), 6))

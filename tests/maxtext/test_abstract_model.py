@@ -61,6 +61,7 @@ def test_the_abstract_model_is_maxtexts_own(retold: list[int]) -> None:
     assert described(ours) == described(theirs) != {}
 
 
+@pytest.mark.slow
 def test_a_geometrys_model_is_bound_as_it_is_and_stays_unbound() -> None:
     from kv_execution.attention.reference import ReferenceBackend
 

@@ -17,7 +17,7 @@ import yaml
 
 from tests.tiny_models import _COMMON, BASE, BLOCKS, dense_model
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 PAGED = {"paged_tokens_per_page": 16, "paged_max_num_batched_tokens": 16, "paged_max_num_seqs": 4}
 SMALL = ["--generate", "5", "--prompts", "4", "24", "--outputs", "3", "8", "--vocab-size", "255"]
@@ -131,7 +131,7 @@ FEW = "paged_max_num_batched_tokens=16"
 CELLS = ["--cells", "2x40", "1x70", "--steps", "2", "--sweeps", "1"]
 
 
-@pytest.mark.parametrize("arm", ["fused", "gather"])
+@pytest.mark.parametrize("arm", ["fused", pytest.param("gather", marks=pytest.mark.long)])
 def test_an_arm_of_the_decode_matrix_echoes_its_dispatch(config: str, record: Path, arm: str) -> None:
     from benchmarks.decode_matrix import main
 

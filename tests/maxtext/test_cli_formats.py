@@ -137,6 +137,7 @@ def test_very_many_bad_lines_are_listed_whole_only_where_they_stop_the_job(
     assert capsys.readouterr().err.count("in.jsonl:") == 5
 
 
+@pytest.mark.slow
 def test_a_batch_goes_through_pipes(place: Path) -> None:
     write_lines("in.jsonl", *MIXED)
     ended = run_command([*WORDS, "-", "-o", "-"], input=Path("in.jsonl").read_bytes())

@@ -128,6 +128,7 @@ def test_rows_are_answered_in_order_of_completion_and_text_is_that_of_the_ids() 
         assert record["text"] == " ".join(map(str, record["token_ids"]))
 
 
+@pytest.mark.slow
 def test_a_row_whose_logits_are_not_finite_fails_alone() -> None:
     setting = Setting([row("3 4", 4), row("5 90", 4), row("6", 4)], nan_token=90)
     assert setting.run() is ExitCode.ROWS_FAILED

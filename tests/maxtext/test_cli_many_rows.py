@@ -69,6 +69,7 @@ def run_rows(
     return found["peak_kib"], found["cpu_s"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("write", "suffix"), [(write_own, ".jsonl"), (write_batch, ".jsonl")])
 def test_memory_is_flat_over_some_thousand_rows(
     tmp_path: Path, write: Callable[[Path, int], None], suffix: str

@@ -15,7 +15,7 @@ from maxtext_paged.cli.plan import plan_of, show
 from tests.cli_runs import driver, environment, finished
 from tests.tiny_models import make_config, make_mesh
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 TINY = str(Path(__file__).parents[2] / "configs" / "test" / "tiny.yml")
 

@@ -26,9 +26,12 @@ from tests.fake_engine import completion
 WORDS = ["generate", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl", "--no-progress"]
 TWO = ["--replicas", "2"]
 
-pytestmark = pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="two replicas take two cores, and this process may use one"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        len(os.sched_getaffinity(0)) < 2, reason="two replicas take two cores, and this process may use one"
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -74,6 +74,7 @@ def in_process(plan: dict[str, Any], *words: str, **more: Any) -> subprocess.Com
 # --- what is missing, and nothing else -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_fifty_random_moments_ends_with_every_record_once_and_earlier_bytes_untouched(
     place: Path,
 ) -> None:

@@ -210,6 +210,7 @@ def test_dense_scores_are_those_of_maxtexts_forward_in_training_mode(block: str)
     assert scores.scale == pytest.approx(np.abs(logits).max(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tie_is_no_difference_and_what_is_beyond_it_is_one() -> None:
     dense = dense_model()
     forward = forward_of("llama2")

@@ -31,6 +31,7 @@ def test_all_programs_are_there_before_the_first_row(enabled: bool, capsys: pyte
     assert driver.runtime.metrics().num_compile_events == before.num_compile_events
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()

@@ -58,16 +58,23 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         }
     },
 }
+IN_LONG_RUNS = ("head size of its own", "one KV head each")
 
 
+@pytest.mark.slow
 @pytest.mark.maxtext
-@pytest.mark.parametrize("variation", VARIATIONS, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "variation",
+    [pytest.param(name, marks=[pytest.mark.long] if name in IN_LONG_RUNS else []) for name in VARIATIONS],
+    ids=lambda name: name.replace(" ", "-"),
+)
 def test_logits_of_the_converted_model_equal_an_independent_forward(variation, tmp_path):
     source = write_gguf(tmp_path / "model.gguf", **VARIATIONS[variation])
     dense = ConvertedDense(convert_gguf(source, tmp_path / "out"))
     assert error_of(dense.logits([IDS])[0], LlamaNumpy(source).forward(IDS)) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.maxtext
 def test_only_a_tied_head_is_rounded_to_bfloat16(tmp_path):
     """Why the head is written out: MaxText rounds a tied table. Its logits keep their scale all the same."""
@@ -104,6 +111,7 @@ def test_the_checkpoint_holds_exactly_the_parameters_of_maxtexts_model(tmp_path)
     assert dense.shapes() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.maxtext
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MaxText's own calls of jax and flax
 def test_maxtexts_from_pretrained_restores_it(tmp_path):
@@ -255,6 +263,7 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transform
 """
 
 
+@pytest.mark.slow
 def test_converting_needs_neither_torch_nor_transformers_nor_maxtext(tmp_path):
     source = write_gguf(tmp_path / "model.gguf")
     done = subprocess.run(
@@ -276,6 +285,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.maxtext
 def test_the_configs_are_accepted_outside_pytest_from_any_directory(tmp_path):
     """Outside pytest, MaxText ends the process with status 2 on a bad key and may wait for other hosts."""

@@ -24,7 +24,7 @@ from tests.converted_dense import ConvertedDense, error_of
 from tests.gemma3_numpy import Gemma3Numpy
 from tests.tiny_gemma3 import EMB, HEAD_DIM, LAYERS, VOCAB, VOCABULARY, WINDOW, tensors, write_gemma3
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 IDS = np.random.default_rng(3).integers(0, VOCAB, 80).tolist()
 """Five windows long."""

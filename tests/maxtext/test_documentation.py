@@ -257,6 +257,7 @@ def prelude(page: str) -> dict[str, Any]:
     return {"engine": engine, "trainer": trainer, "prompts": [[5, 6, 7]], "step": 0, "SamplingParams": SamplingParams}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_python_blocks_run(page: str, place: Path) -> None:
     names = prelude(page)
@@ -271,6 +272,7 @@ def test_python_blocks_run(page: str, place: Path) -> None:
         assert names["gap"].largest < 1e-3 and len(names["results"][0].samples) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [

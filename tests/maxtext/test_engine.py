@@ -257,6 +257,7 @@ def test_no_page_is_none_and_decodes_go_on(engine: PagedMaxEngine) -> None:
             engine.release(held)
 
 
+@pytest.mark.slow
 def test_preempted_requests_come_back_with_every_token(engine_options: dict[str, Any]) -> None:
     """Eight pages of eight; four requests that end with five pages each."""
     config = make_config(**{**engine_options, "paged_num_pages": 8, "paged_max_num_seqs": 4})
@@ -330,6 +331,7 @@ def test_new_weights_count_from_the_next_step_and_compile_nothing(engine: PagedM
     assert completion(after) != completion(before)
 
 
+@pytest.mark.slow
 def test_nothing_runs_before_it_is_started(engine_options: dict[str, Any]) -> None:
     idle = PagedMaxEngine(make_config(**engine_options, scan_layers=True), jax.devices()[:1])
     assert not idle.config.scan_layers
@@ -373,6 +375,7 @@ def test_every_dense_method_is_refused_by_name(engine: PagedMaxEngine) -> None:
             getattr(engine, name)(params=None, decode_state=None)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MaxText's load_params uses what jax and flax deprecate
 def test_a_dense_configuration_keeps_maxengines_methods() -> None:
     dense = PagedMaxEngine(make_config(attention="dot_product"), jax.devices()[:1])

@@ -537,6 +537,7 @@ if found[0].error is not None:
 WRONG = 'SamplingParams(max_tokens="4")\nSamplingParams(temprature=1)\nengine.generate(["a"], 5)\nparams.seed = 3\n'
 
 
+@pytest.mark.slow
 def test_a_callers_program_is_checked_against_our_types(tmp_path: Path) -> None:
     config = tmp_path / "mypy.ini"
     config.write_text(CONFIG)

@@ -13,12 +13,13 @@ from kv_execution.native.library import LaunchCounts, native_available
 from tests.tiny_models import dense_model, make_config
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.maxtext,
     pytest.mark.skipif(native_available() is not None, reason=str(native_available())),
 ]
 
 
-@pytest.mark.parametrize("block", ["llama2", "gemma2"])
+@pytest.mark.parametrize("block", ["llama2", pytest.param("gemma2", marks=pytest.mark.long)])
 def test_fused_and_gathered_decodes_choose_the_same_tokens(block: str) -> None:
     def config(options: Mapping[str, Any]) -> Any:
         shape = {"max_target_length": 160, "paged_max_num_seqs": 4, "paged_max_num_batched_tokens": 64}

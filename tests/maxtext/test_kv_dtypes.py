@@ -19,7 +19,7 @@ from maxtext_paged.session import PagedSession, open_session
 from tests.parity import assert_teacher_forced
 from tests.tiny_models import dense_model, make_config, make_mesh
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 PREFIX = np.random.default_rng(5).integers(1, 255, 24)
 """Three pages of eight tokens."""
@@ -45,8 +45,12 @@ def config_of(dtype: str, **overrides: Any) -> Any:
 
 @pytest.fixture(
     scope="module",
-    params=[("native", "bfloat16"), ("native", "int8"), ("native", "float8_e4m3fn"), ("reference", "int8")],
-    ids="-".join,
+    params=[
+        pytest.param(("native", "bfloat16"), id="native-bfloat16", marks=pytest.mark.long),
+        pytest.param(("native", "int8"), id="native-int8"),
+        pytest.param(("native", "float8_e4m3fn"), id="native-float8_e4m3fn"),
+        pytest.param(("reference", "int8"), id="reference-int8", marks=pytest.mark.long),
+    ],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[PagedSession]:
     backend, dtype = request.param
@@ -203,6 +207,7 @@ def test_sharded_pools_take_their_scales_along_and_stay_where_they_are() -> None
     engine.close()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(native_available() is not None, reason="no native kernels")
 def test_the_benchmark_compares_pages_of_each_dtype_with_float32_and_writes_between_its_markers() -> None:
     from benchmarks.kv_dtype import NotMeasured, accuracies, accuracy_table, filled, options_for, read_text

@@ -52,6 +52,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, An
     return place
 
 
+@pytest.mark.slow
 def test_every_block_of_the_page_runs(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +68,7 @@ def test_every_block_of_the_page_runs(
         assert promised in out
 
 
+@pytest.mark.slow
 def test_the_example_runs(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["library.py", str(place / "model" / "config.yml")])
     with pytest.raises(SystemExit) as ended:

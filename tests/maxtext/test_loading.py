@@ -26,7 +26,7 @@ from maxtext_paged.unscan import StackedSource, is_scanned, locate
 from tests.parity import assert_teacher_forced
 from tests.tiny_models import DenseModel, dense_model, make_config, make_mesh
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 
 def save(directory: Path, tree: Any) -> str:
@@ -88,8 +88,9 @@ def test_a_plain_checkpoint_is_restored_exactly(layout: Any, tmp_path: Path) -> 
     ("block", "options"),
     [
         ("llama2", {"base_num_decoder_layers": 3}),
-        ("gpt_oss", {"base_num_decoder_layers": 4}),
-        ("gemma3", {"base_num_decoder_layers": 8}),  # one cycle of six and a remainder of two
+        pytest.param("gpt_oss", {"base_num_decoder_layers": 4}, marks=pytest.mark.long),
+        # one cycle of six and a remainder of two
+        pytest.param("gemma3", {"base_num_decoder_layers": 8}, marks=pytest.mark.long),
     ],
 )
 def test_a_scanned_model_runs_as_its_own_dense_forward(block: str, options: dict[str, Any], tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_fused_qkv_is_refused_on_more_than_one_device() -> None:
     check_mesh(config_like(rules, fused_qkv=True), abstract({"tensor": 1}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "sizes"), [("base.yml", {"expert": 2}), (VLLM, {"expert": 2}), (VLLM, {"attn_dp_expert": 2})]
 )

@@ -51,6 +51,7 @@ def test_what_changes_kv_changes_its_own_field_and_the_digest(change: dict[str, 
     assert getattr(other, field) != getattr(namespace(), field)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"paged_num_pages": 9}, {"paged_max_num_seqs": 3}, {"paged_file_order": "input"}], ids=str
 )

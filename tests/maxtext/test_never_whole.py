@@ -18,7 +18,7 @@ from tests.largest_array import largest_array_on_a_device
 from tests.maxtext.test_loading import linen, save
 from tests.tiny_models import DenseModel, make_config, mesh_of
 
-pytestmark = [pytest.mark.maxtext, pytest.mark.multi_device]
+pytestmark = [pytest.mark.maxtext, pytest.mark.multi_device, pytest.mark.slow]
 
 CASE = MeshCase({"tensor": 4, "fsdp": 2}, 4)
 NUM_PAGES = 512

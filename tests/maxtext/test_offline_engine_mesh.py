@@ -13,7 +13,7 @@ from tests.completions import PROMPTS, as_request, assert_whole, token_lists
 from tests.parity import assert_teacher_forced
 from tests.tiny_models import dense_model, make_config, make_mesh
 
-pytestmark = [pytest.mark.maxtext, pytest.mark.multi_device]
+pytestmark = [pytest.mark.maxtext, pytest.mark.multi_device, pytest.mark.slow]
 
 AXES = {"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 2}
 

@@ -16,7 +16,7 @@ from tests.completions import PROMPTS, as_request, assert_whole, token_lists
 from tests.parity import assert_teacher_forced
 from tests.tiny_models import DenseModel, dense_model, make_config, make_mesh
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 OPTIONS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
 

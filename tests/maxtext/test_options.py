@@ -167,6 +167,7 @@ def test_one_layer_off_the_allow_list_refuses_the_model_naming_the_layer(change:
         attention_geometry(model)
 
 
+@pytest.mark.slow
 def test_another_cache_in_the_tree_refuses_the_model() -> None:
     config = make_config()
     mesh = make_mesh(config)
@@ -233,6 +234,7 @@ def test_a_session_without_gpu_paged_is_refused() -> None:
         assemble(make_config(attention="dot_product"))
 
 
+@pytest.mark.slow
 def test_more_requests_than_tokens_in_a_step_are_refused_when_asked_for_and_avoided_when_not() -> None:
     config = make_config(paged_max_num_seqs=33, paged_max_num_batched_tokens=32, paged_num_pages=4)
     with pytest.raises(ConfigError, match="paged_max_num_batched_tokens=32 is below paged_max_num_seqs=33"):

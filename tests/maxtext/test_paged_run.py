@@ -100,7 +100,15 @@ def assert_same(got: list[Request], expected: list[Request]) -> None:
             assert margin <= 4e-5 * np.abs(logits).max(), f"request {request.id} differs at {at} by {margin}"
 
 
-@pytest.mark.parametrize("block", ["llama2", "gemma2", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        "llama2",
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("qwen3", marks=pytest.mark.long),
+        pytest.param("gpt_oss", marks=pytest.mark.long),
+    ],
+)
 def test_every_token_is_the_dense_models_argmax(block: str, engine: PagedSession) -> None:
     requests = run(engine if block == "llama2" else session(block), SIZES)
     worst = assert_teacher_forced(requests, dense_model(block), relative=2e-5)
@@ -119,6 +127,7 @@ def test_chunk_sizes_give_the_same_tokens(chunk: int, engine: PagedSession, alon
     assert_same(run(engine, SIZES, chunk=chunk), alone)
 
 
+@pytest.mark.slow
 def test_a_pool_that_must_preempt_gives_the_same_tokens_in_bounded_steps(
     small_pool: PagedSession, engine: PagedSession
 ) -> None:
@@ -143,6 +152,7 @@ def test_seeded_rows_do_not_depend_on_their_company(engine: PagedSession, small_
         assert request.tokens.tolist() == together[i].tokens.tolist()
 
 
+@pytest.mark.slow
 def test_a_churn_of_24_requests_compiles_nothing_after_at_most_7_warmed_forward_programs() -> None:
     engine = session(paged_num_pages=10)
     engine.runtime.warm_up()
@@ -181,6 +191,7 @@ def test_weights_cannot_change_under_a_request_that_is_under_way(engine: PagedSe
     engine.update_params(dense_model().params)
 
 
+@pytest.mark.slow
 @pytest.mark.multi_device
 def test_a_run_at_tensor_2_times_fsdp_2_is_the_dense_models(block: str = "llama2") -> None:
     """With preemptions; test_sharded_runs.py has other models and meshes."""

@@ -15,7 +15,7 @@ from maxtext_paged.session import PagedSession, open_session
 from tests.parity import assert_teacher_forced
 from tests.tiny_models import dense_model, make_config, make_mesh
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 
 def owned_slots(engine: PagedSession, slices: Any) -> np.ndarray:
@@ -56,7 +56,9 @@ def run_poisoned(engine: PagedSession, requests: list[Request], poison: float) -
     return num_poisoned
 
 
-@pytest.mark.parametrize(("block", "poison"), [("llama2", float("nan")), ("gemma2", 3e38)])
+@pytest.mark.parametrize(
+    ("block", "poison"), [("llama2", float("nan")), pytest.param("gemma2", 3e38, marks=pytest.mark.long)]
+)
 def test_no_poison_reaches_an_output_of_the_reference_backend(block: str, poison: float) -> None:
     config = make_config(
         block,

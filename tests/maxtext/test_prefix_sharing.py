@@ -57,7 +57,14 @@ def rows(n: int, *, first_id: int = 0, own: int = 5, new: int = 12, **options: A
     ]
 
 
-@pytest.fixture(scope="module", params=["llama2", "gemma2", "gpt_oss"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "llama2",
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.long),
+    ],
+)
 def block(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -84,6 +91,7 @@ def test_prompt_logprobs_from_the_cache_are_those_of_dense(engine, block):  # CA
     assert_teacher_forced(again, dense_model(block), relative=2e-5)
 
 
+@pytest.mark.slow
 def test_preempted_requests_that_had_a_hit_and_chunks_and_evictions_change_no_token(block):  # CASES 61
     small = session(block, paged_num_pages=9, paged_max_num_seqs=4, paged_prefill_chunk_tokens=7)
     requests = run(small, rows(6, new=30))
@@ -127,6 +135,7 @@ def test_new_weights_find_no_page_of_the_old_ones():  # CASES 33, 41
     assert engine.reset_prefix_cache() == 0
 
 
+@pytest.mark.slow
 def test_nothing_compiles_once_a_warmed_engine_shares_forks_evicts_and_preempts():
     engine = session(paged_num_pages=12, paged_max_num_seqs=4, paged_tokens_per_page=7)
     engine.runtime.warm_up()
@@ -138,6 +147,7 @@ def test_nothing_compiles_once_a_warmed_engine_shares_forks_evicts_and_preempts(
     assert metrics.num_compile_events == before
 
 
+@pytest.mark.slow
 @pytest.mark.multi_device
 def test_sharing_on_shards_is_sharing_on_one_device_and_pools_stay_where_they_are() -> None:
     engine = session(devices=4, ici_tensor_parallelism=2, ici_fsdp_parallelism=2, paged_num_pages=12)

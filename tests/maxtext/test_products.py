@@ -28,6 +28,7 @@ from tests.maxtext.test_binding import RUNG, paged_model, run_plan
 from tests.tiny_models import dense_model, make_config, make_mesh, mesh_of
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.maxtext,
     pytest.mark.skipif(native_available() is not None, reason=str(native_available())),
 ]

@@ -12,7 +12,7 @@ import pytest
 from maxtext_paged.cli import ExitCode
 from tests.maxtext.test_cli_loop import Setting, row
 
-pytestmark = pytest.mark.maxtext  # the worker's module imports MaxText
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]  # the worker's module imports MaxText
 
 ROWS = [row(" ".join(str(3 + (7 * i + j) % 90) for j in range(3 + i % 7)), 12 + (5 * i) % 8) for i in range(12)]
 

@@ -16,7 +16,7 @@ from maxtext_paged import OfflineEngine, SamplingParams
 from tests.parity import log_softmax
 from tests.tiny_models import DenseModel, dense_model, make_config, make_mesh, mesh_of
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8], [3, 1, 4, 1, 5, 9, 2, 6]]
 PARAMS = SamplingParams(max_tokens=8, temperature=1.0, ignore_eos=True)

@@ -246,6 +246,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_models_choices_are_those_of_its_changed_dense_logits(offline_engine: OfflineEngine) -> None:
     dense, bound = dense_model(), 2 * 2e-5
     outputs = offline_engine.batch_inference(PROMPTS, max_tokens=12, ignore_eos=True, options=OPTIONS)

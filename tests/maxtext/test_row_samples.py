@@ -36,6 +36,7 @@ def row(index: int, tokens: list[int], **options: Any) -> Row:
 # --- samples -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("num_pages", [64, 5])
 def test_a_row_of_n_samples_is_one_result_with_each_sample_complete(num_pages: int, prefix_cache: bool) -> None:
@@ -62,12 +63,14 @@ def test_more_samples_than_run_at_once_are_all_returned() -> None:
     assert [sample.completion_ids.tolist() for sample in result.samples] == [completion([5, 6, 7], 4)] * 11
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_run_is_refused_once_whatever_its_n() -> None:
     results = worker(2).run_inference([row(0, [1] * 20, n=3), row(1, [1, 2], n=2)])
     assert [result.finish_reason for result in results] == ["error", "length"]
     assert results[0].samples == () and len(results[1].samples) == 2
 
 
+@pytest.mark.slow
 def test_a_failed_sample_is_the_rows_error_and_the_others_keep_their_tokens() -> None:
     crew = worker(nan_token=completion([5, 6, 7], 2)[1])  # the second token turns every sample's logits into NaN
     [result] = crew.run_inference([row(0, [5, 6, 7], n=2, max_tokens=4)])
@@ -97,6 +100,7 @@ def mixed_rows(n: int) -> list[Row]:
     return [row(i, [20 + i % 3] * 8 + [i % 90], max_tokens=1 + (i % 3 == 2)) for i in range(n)]
 
 
+@pytest.mark.slow
 def test_auto_orders_a_known_input_where_the_cache_is_on_and_leaves_it_alone_where_it_is_off() -> None:
     assert started(worker(), mixed_rows(9)) == [2, 5, 8, 0, 3, 6, 1, 4, 7]
     assert started(worker(prefix_cache=False), mixed_rows(9)) == list(range(9))

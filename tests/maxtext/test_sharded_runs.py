@@ -37,10 +37,16 @@ REGIMES = {
     "model=2 x expert=2": (4, 1),
 }
 """Head shards and replicas. ``data=8`` runs steps of one row ``[1, T]``: batch 1 on data axes."""
+IN_LONG_RUNS = CASES[:2]
+"""Meshes of two and of four, whose kind of sharding three and eight have too."""
 
 
+@pytest.mark.slow
 @pytest.mark.multi_device
-@pytest.mark.parametrize(("mesh", "model", "backend"), CASES)
+@pytest.mark.parametrize(
+    ("mesh", "model", "backend"),
+    [pytest.param(*case, marks=[pytest.mark.long] if case in IN_LONG_RUNS else []) for case in CASES],
+)
 def test_a_mesh_gives_the_tokens_of_one_device_and_the_logits_of_dense(mesh: str, model: str, backend: str) -> None:
     if backend == "native" and native_available() is not None:
         pytest.skip(str(native_available()))

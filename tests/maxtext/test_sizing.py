@@ -128,6 +128,7 @@ def test_requests_at_once_take_whole_pages_and_end_at_max_num_seqs() -> None:
 # --- through the assembly ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.maxtext
 @needs_native
 @pytest.mark.parametrize("native", ["auto", "0"])

@@ -21,7 +21,7 @@ from maxtext_paged.session import PagedSession, open_session
 from tests.converted_dense import ConvertedDense
 from tests.parity import assert_teacher_forced
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 RECORDS: list[dict[str, Any]] = [
@@ -125,6 +125,7 @@ def test_every_token_and_logprob_is_maxtexts_dense_one(continued: list[Request],
     print(f"worst |logprob - dense| {worst:.2e}")
 
 
+@pytest.mark.long  # the next but one has hits and evictions beside
 def test_preempted_and_chunked_it_gives_the_same_tokens(engine: PagedSession, continued: list[Request]) -> None:
     """Two requests of 13 pages each want more than the 24 there are, and their prompts run in chunks of 64."""
     ids = [token for record in RECORDS for token in record["prompt"] + record["new"]]

@@ -17,7 +17,7 @@ from maxtext_paged.rows import Row, RowResult
 from maxtext_paged.stop_strings import StopWatch
 from tests.fakes import completion, make_driver
 
-pytestmark = pytest.mark.maxtext  # the worker's module imports MaxText
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]  # the worker's module imports MaxText
 
 PIECES = {token: f"{chr(97 + token % 7)}{chr(97 + token % 5)} " for token in range(97)}
 HALVES = {0: b"\xe6\x97", 1: b"\xa5", 2: b"a", 3: b"\xc3", 4: b"\xa9b", 5: b"", 6: b"xa", 7: b"by"}

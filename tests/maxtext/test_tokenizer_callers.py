@@ -143,6 +143,7 @@ def config(kind: str, path: Path | str, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(**{"tokenizer_type": kind, "tokenizer_path": str(path), "add_bos": True, **more})
 
 
+@pytest.mark.slow
 @pytest.mark.maxtext
 @pytest.mark.parametrize(
     ("kind", "path", "bos"),
@@ -206,6 +207,7 @@ def test_a_path_that_is_not_a_tokenizer_of_that_type_is_refused(kind, path, word
         load_tokenizer(config(kind, path))
 
 
+@pytest.mark.slow
 def test_a_configs_chat_template_is_honoured(tmp_path):
     text = "{{ messages[0]['content'] }}!"
     (tmp_path / "t.jinja").write_text(text)

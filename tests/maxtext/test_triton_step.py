@@ -30,6 +30,7 @@ def test_quantised_pools_and_their_scales_are_written_in_place_and_never_widened
     check_in_place(lowered_step(TARGETS[name], "llama2", "int8"), XLA_TARGET, **INT8_POOLS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LOWERING.exists(), reason="jax's CUDA lowering code is not in .venv/lowering: make venv")
 def test_so_does_the_step_of_the_route_that_is_the_default_on_nvidia() -> None:
     """In a process of its own: where jax finds its CUDA code, it looks for a GPU and says so."""

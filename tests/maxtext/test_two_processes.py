@@ -31,6 +31,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.multi_device
 @pytest.mark.timeout(280)
 def test_two_processes_run_one_sharded_batch_and_give_the_answer_of_one() -> None:

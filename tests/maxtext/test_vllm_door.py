@@ -28,7 +28,7 @@ from maxtext_paged.vllm import ARCHITECTURE, MaxTextPagedForCausalLM, register
 from tests.tiny_models import dense_model
 from tests.vllm_shapes import BLOCK_SIZE, NUM_TOKENS, Registry, Runner, load, vllm_config
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 RELATIVE = 2e-5

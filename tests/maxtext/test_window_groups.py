@@ -23,7 +23,7 @@ from maxtext_paged.session import PagedSession, open_session
 from tests.parity import assert_teacher_forced
 from tests.tiny_models import dense_model, make_config, make_mesh
 
-pytestmark = pytest.mark.maxtext
+pytestmark = [pytest.mark.maxtext, pytest.mark.slow]
 
 FAMILY, WINDOW, RELATIVE_ERROR = "gemma3", 8, 2e-5
 POOL = {
