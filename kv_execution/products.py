@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kv_common.errors import ConfigError, UnsupportedError
-from kv_execution.native.library import GATED_MLP_TARGET, PRODUCT_TARGET, native_available, native_library
+from kv_execution.native.library import PRODUCT_TARGET, native_available, native_library
 
 _log = logging.getLogger(__name__)
 _announced: set[str] = set()
@@ -32,9 +32,6 @@ MEASURED_MAX_ROWS = {"x86_64_v4": 1024}
 """By instruction set: rows up to which the native kernel was no slower than XLA:CPU's product (docs/adr/0005)."""
 MEASURED_MAX_FEW_ROWS = 32
 """The same for the others, where products of many rows were not measured."""
-
-ACTIVATIONS = ("silu", "gelu")
-"""Of a gated MLP; gelu in its tanh form."""
 
 _BEST = -1
 _WEIGHTS = (jnp.float32, jnp.bfloat16)
@@ -170,64 +167,17 @@ def native_product(
     Raises:
       UnsupportedError: the library does not run here, or the operands are of other types.
     """
-    _check_types(x, weights)
-    result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.float32)
-    live, build = _live(x, num_live), _build(instruction_set)
-    return jax.ffi.ffi_call(PRODUCT_TARGET, result)(x, weights, live, build=np.int64(build))
-
-
-def gated_mlp(
-    x: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    activation: str,
-    *,
-    num_live: jax.Array | int | None = None,
-    instruction_set: str | None = None,
-) -> jax.Array:
-    """``(activation(x @ gate) * (x @ up)) @ down`` in one call: float32 ``[rows, emb]``.
-
-    Its three products are ``native_product``'s, bit for bit. In one call threads meet once instead of four times, and
-    what lies between is still in their caches.
-
-    Args:
-      x: float32 ``[rows, emb]``. gate, up: ``[emb, mlp]``. down: ``[mlp, emb]``; all float32 or bfloat16.
-      activation: one of ``ACTIVATIONS``. num_live, instruction_set: as in ``native_product``.
-
-    Raises:
-      UnsupportedError: the library does not run here, or the operands are of other types.
-      ConfigError: another activation.
-    """
-    if activation not in ACTIVATIONS:
-        raise ConfigError(f"activation={activation!r}: a native gated MLP has {' or '.join(ACTIVATIONS)}")
-    _check_types(x, gate, up, down)
-    rows, mlp = x.shape[0], gate.shape[1]
-    shapes = [jax.ShapeDtypeStruct((rows, n), jnp.float32) for n in (down.shape[1], mlp, mlp)]
-    call = jax.ffi.ffi_call(GATED_MLP_TARGET, shapes)
-    live, build = _live(x, num_live), _build(instruction_set)
-    which = np.int64(ACTIVATIONS.index(activation))
-    result: jax.Array = call(x, gate, up, down, live, activation=which, build=np.int64(build))[0]
-    return result
-
-
-def _check_types(x: jax.Array, *weights: jax.Array) -> None:
-    for held in weights:
-        if x.dtype != jnp.float32 or held.dtype not in _WEIGHTS:
-            raise UnsupportedError(
-                f"native products are float32 times float32 or bfloat16, not {x.dtype} x {held.dtype}"
-            )
-
-
-def _live(x: jax.Array, num_live: jax.Array | int | None) -> jax.Array:
-    return jnp.asarray(x.shape[0] if num_live is None else num_live, jnp.int32)
-
-
-def _build(instruction_set: str | None) -> int:
+    if x.dtype != jnp.float32 or weights.dtype not in _WEIGHTS:
+        raise UnsupportedError(
+            f"native products are float32 times float32 or bfloat16, not {x.dtype} x {weights.dtype}"
+        )
     builds = native_library().builds
     if instruction_set is not None and instruction_set not in builds:
         raise ConfigError(f"instruction_set={instruction_set!r}: this machine runs {', '.join(builds)}")
-    return _BEST if instruction_set is None else builds[instruction_set]
+    build = _BEST if instruction_set is None else builds[instruction_set]
+    result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.float32)
+    live = jnp.asarray(x.shape[0] if num_live is None else num_live, jnp.int32)
+    return jax.ffi.ffi_call(PRODUCT_TARGET, result)(x, weights, live, build=np.int64(build))
 
 
 def num_native_products() -> int:

@@ -2,8 +2,7 @@
 
 MaxText's ``DenseGeneral`` looks its dot-general up on the instance (``quant_dot_general``: the seam through which
 quantised products come in). A bound layer finds ``RowsProduct`` there: a few rows go to the C++ kernel, everything else
-to ``lax.dot_general`` exactly as MaxText would call it. Casts, biases, shapes and parameter paths stay MaxText's. A
-gated MLP whose three layers are bound becomes one call (``GatedMlp``), under the same paths.
+to ``lax.dot_general`` exactly as MaxText would call it. Casts, biases, shapes and parameter paths stay MaxText's.
 
 For:        deciding which layers may be bound, and binding them.
 Not for:    the kernel or when it wins (kv_execution/products.py); experts and tied heads, whose products are others.
@@ -20,10 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from maxtext.common.common_types import ShardMode
-from maxtext.layers.linears import DenseGeneral, MlpBlock
+from maxtext.layers.linears import DenseGeneral
 
 from kv_common.errors import UnsupportedError
-from kv_execution.products import ACTIVATIONS, ProductChoice, dense_product, gated_mlp, served, trailing_axes
+from kv_execution.products import ProductChoice, dense_product, served, trailing_axes
 from maxtext_paged.binding import StepBinding
 
 _ATTRIBUTE = "paged_product"
@@ -53,43 +52,6 @@ class RowsProduct(nnx.Module):
             live = self.step.num_live.get_value()
             return dense_product(inputs, held if held.dtype == jnp.bfloat16 else kernel, len(axes), num_live=live)
         return lax.dot_general(inputs, kernel, dimensions, precision=lax.Precision(self.matmul_precision))
-
-
-class GatedMlp(nnx.Module):
-    """MaxText's gated ``MlpBlock`` in one native call, its dense layers under the names they had.
-
-    Attributes:
-      wi_0, wi_1, wo: the block's own layers, already bound: they serve the steps that this one does not.
-    """
-
-    def __init__(self, block: MlpBlock, max_rows: int, step: StepBinding) -> None:
-        self.max_rows = max_rows
-        self.step = step
-        self.activation = block.activations[0]
-        self.wi_0, self.wi_1, self.wo = block.wi_0, block.wi_1, block.wo
-
-    def __call__(self, inputs: jax.Array, **_: Any) -> jax.Array:
-        """``MlpBlock.__call__``; its arguments are about shardings and dropout, and here are neither."""
-        gate, up, down = (layer.kernel.get_value() for layer in (self.wi_0, self.wi_1, self.wo))
-        flat = inputs.reshape(-1, inputs.shape[-1])
-        if inputs.dtype == jnp.float32 and 1 <= flat.shape[0] <= self.max_rows:
-            y = gated_mlp(flat, gate, up, down, self.activation, num_live=self.step.num_live.get_value())
-            return y.reshape(*inputs.shape[:-1], -1)
-        return self.wo(getattr(jax.nn, self.activation)(self.wi_0(inputs)) * self.wi_1(inputs))
-
-
-def gated_refusal(block: MlpBlock) -> str | None:
-    """Why a block is not run in one native call though its dense layers are bound; None when it may be."""
-    if type(block) is not MlpBlock:
-        return f"it is a {type(block).__name__}"
-    layers = [getattr(block, name, None) for name in ("wi_0", "wi_1", "wo")]
-    if len(block.activations) != 2 or block.activations[0] not in ACTIVATIONS or block.activations[1] != "linear":
-        return f"its activations are {', '.join(map(str, block.activations))}"
-    if block.mlp_layer_norm is not None:
-        return "it has a norm of its own"
-    if any(layer is None or not hasattr(layer, _ATTRIBUTE) or layer.bias is not None for layer in layers):
-        return "its layers are fused, biased or not bound"
-    return None
 
 
 def refusal(layer: DenseGeneral) -> str | None:
@@ -159,8 +121,4 @@ def bind_products(model: nnx.Module, choice: ProductChoice, step: StepBinding) -
         if reason is None:
             setattr(layer, _ATTRIBUTE, RowsProduct(choice.max_rows, layer, step))
             layer._quant_dot_general_name = _ATTRIBUTE
-    for _, parent in list(nnx.iter_modules(model)):
-        for name, child in list(vars(parent).items()):
-            if isinstance(child, MlpBlock) and gated_refusal(child) is None:
-                setattr(parent, name, GatedMlp(child, choice.max_rows, step))
     return BoundProducts(choice, tuple(path for path, reason in reasons if reason is None), others)

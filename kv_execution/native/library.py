@@ -20,7 +20,7 @@ from kv_common.errors import UnsupportedError
 
 LIBRARY_NAME = "libmaxtext_paged_cpu.so"
 APPEND_TARGET, ATTEND_TARGET = "maxtext_paged_append", "maxtext_paged_attend"
-PRODUCT_TARGET, GATED_MLP_TARGET = "maxtext_paged_product", "maxtext_paged_gated_mlp"
+PRODUCT_TARGET = "maxtext_paged_product"
 _NUM_COUNTS = 6
 
 
@@ -116,7 +116,7 @@ def _load() -> NativeLibrary | str:
     reason = version_mismatch(built, ffi_api_version((Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()))
     if reason is not None:
         return reason
-    for target in (APPEND_TARGET, ATTEND_TARGET, PRODUCT_TARGET, GATED_MLP_TARGET):
+    for target in (APPEND_TARGET, ATTEND_TARGET, PRODUCT_TARGET):
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, target)), platform="cpu")
     numbers = range(handle.maxtext_paged_num_builds())
     names = {number: handle.maxtext_paged_build_name(number).decode() for number in numbers}

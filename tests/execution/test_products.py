@@ -16,7 +16,6 @@ from kv_execution.products import (
     ProductChoice,
     choose_products,
     dense_product,
-    gated_mlp,
     native_product,
     num_native_products,
     served,
@@ -283,64 +282,3 @@ def test_without_the_library_products_are_xlas_and_say_so(monkeypatch):
 def test_an_unknown_setting_is_refused():
     with pytest.raises(ConfigError, match="choose auto, on or off"):
         choice("maybe")
-
-
-# --- gated MLPs ----------------------------------------------------------------------------------------------
-
-
-def exponent(name: str, x: np.ndarray) -> np.ndarray:
-    """Of the sigmoid that both activations are x times, in float64; gelu in its tanh form."""
-    x = x.astype(np.float64)
-    return x if name == "silu" else 2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
-
-
-@needs_native
-@every_build
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_a_gated_mlp_is_its_three_products_bit_for_bit_around_its_activation(rng, build, activation):
-    """Rows of few and of many, columns beside a vector's end; the products are the ones tested above."""
-    for rows, emb, mlp in ((1, 33, 47), (7, 64, 130), (40, 48, 100)):
-        x = rng.standard_normal((rows, emb)).astype(np.float32) * 3
-        gate, up = (jnp.asarray(rng.standard_normal((emb, mlp)), jnp.float32) for _ in range(2))
-        unit = jnp.eye(mlp, dtype=jnp.float32)
-        hidden = np.asarray(gated_mlp(x, gate, up, unit, activation, instruction_set=build))
-        opened = np.asarray(native_product(x, gate, instruction_set=build))
-        factors = np.asarray(native_product(x, up, instruction_set=build))
-        power = exponent(activation, opened)
-        wanted = opened / (1 + np.exp(-np.maximum(power, -700.0))) * factors
-        # A few roundings, and of the exponent as many as it has units.
-        slack = 2.0**-21 * (1 + np.abs(power)) * np.abs(wanted)
-        assert (np.abs(hidden - wanted) <= slack + 1e-30).all()
-        down = jnp.asarray(rng.standard_normal((mlp, emb)), jnp.float32)
-        got = gated_mlp(x, gate, up, down, activation, instruction_set=build)
-        np.testing.assert_array_equal(got, native_product(hidden, down, instruction_set=build))
-        alone = gated_mlp(x[-1:], gate, up, down, activation, instruction_set=build)
-        np.testing.assert_array_equal(got[-1:], alone)
-
-
-@needs_native
-def test_extremes_pass_a_gated_mlp_as_they_pass_jax(rng):
-    x = np.array(
-        [[0.0], [1e-30], [-1e-30], [20.0], [-20.0], [88.0], [-88.0], [200.0], [-200.0], [np.inf], [np.nan]], np.float32
-    )
-    one = jnp.ones((1, 1), jnp.float32)
-    for activation in ("silu", "gelu"):
-        got = np.asarray(gated_mlp(x, one, one * 0 + 1, one, activation))
-        wanted = np.asarray(getattr(jax.nn, activation)(x) * x)
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-30, err_msg=activation)
-
-
-@needs_native
-def test_a_gated_mlp_refuses_what_does_not_fit_and_pads_with_zeros(rng):
-    x, w = jnp.ones((4, 8)), jnp.ones((8, 16))
-    with pytest.raises(ConfigError, match="activation='relu': a native gated MLP has silu or gelu"):
-        gated_mlp(x, w, w, w.T, "relu")
-    with pytest.raises(UnsupportedError, match="float16"):
-        gated_mlp(x, w, w.astype(jnp.float16), w.T, "silu")
-    with pytest.raises(Exception, match="x, gate, up, down and y must be"):
-        jax.block_until_ready(gated_mlp(x, w, w[:, :8], w.T, "silu"))
-    got = np.asarray(gated_mlp(x, w, w, w.T, "silu", num_live=3))
-    assert got[:3].all() and not got[3:].any()
-    before = num_native_products()
-    jax.block_until_ready(gated_mlp(x, w, w, w.T, "silu"))
-    assert num_native_products() - before == 3

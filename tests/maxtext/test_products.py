@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from maxtext.common.common_types import ShardMode
-from maxtext.layers.linears import DenseGeneral, MlpBlock
+from maxtext.layers.linears import DenseGeneral
 
 from kv_common.errors import UnsupportedError
-from kv_execution.native.library import GATED_MLP_TARGET, PRODUCT_TARGET, native_available
+from kv_execution.native.library import PRODUCT_TARGET, native_available
 from kv_execution.products import ProductChoice
 from maxtext_paged.assembly import assemble
 from maxtext_paged.binding import StepBinding
 from maxtext_paged.loading import params_from_tree
-from maxtext_paged.products import BoundProducts, GatedMlp, bind_products
+from maxtext_paged.products import BoundProducts, bind_products
 from tests.hlo import custom_calls
 from tests.maxtext.test_binding import RUNG, paged_model, run_plan
-from tests.tiny_models import dense_model, make_config, make_mesh, mesh_of
+from tests.tiny_models import dense_model, make_config, mesh_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -221,8 +221,7 @@ def test_weights_that_are_bfloat16_numbers_give_the_same_logits_bit_for_bit_held
             choice = ProductChoice(max_rows, "a test", required=True, half_weights=half)
             model = paged_model("llama2", backend="native", products=choice)
             logits, _, hlo = run_plan(model, params_from_tree(model, params), tokens)
-            assert len(custom_calls(hlo, PRODUCT_TARGET)) == (9 if max_rows == RUNG else 0)
-            assert len(custom_calls(hlo, GATED_MLP_TARGET)) == (2 if max_rows == RUNG else 0)
+            assert len(custom_calls(hlo, PRODUCT_TARGET)) == (15 if max_rows == RUNG else 0)
             got.append(np.concatenate(logits))
         np.testing.assert_array_equal(got[0], got[1])
 
@@ -240,71 +239,3 @@ def test_weights_that_are_bfloat16_numbers_give_the_same_logits_bit_for_bit_held
 def test_half_weights_without_native_products_are_refused_and_never_widened_at_every_step(options, why) -> None:
     with pytest.raises(UnsupportedError, match=f"paged_weight_dtype=bfloat16: .*{why}"):
         assemble(make_config(paged_weight_dtype="bfloat16", **options))
-
-
-# --- gated MLPs ----------------------------------------------------------------------------------------------
-
-
-class HolderOfMlp(nnx.Module):
-    """A layer with an MLP."""
-
-    def __init__(self, mlp: MlpBlock) -> None:
-        self.mlp = mlp
-
-
-def mlp_of(activations: tuple[str, ...] = ("silu", "linear"), **options: Any) -> MlpBlock:
-    config = make_config()
-    mesh = make_mesh(config)
-    return MlpBlock(
-        config,
-        mesh,
-        24,
-        40,
-        activations,
-        intermediate_dropout_rate=0.0,
-        model_mode="prefill",
-        rngs=nnx.Rngs(5),
-        **options,
-    )
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_a_gated_mlp_is_one_call_with_the_blocks_own_values_and_parameters(activation: str) -> None:
-    block = mlp_of((activation, "linear"))
-    before = nnx.state(block, nnx.Param)
-    wanted = {rows: block(mlp_rows(rows)) for rows in (1, ROWS, ROWS + 1)}
-    holder = HolderOfMlp(block)
-    products = bind_products(holder, NATIVE, step_of(99))
-    assert isinstance(holder.mlp, GatedMlp) and products.native == ("mlp.wi_0", "mlp.wi_1", "mlp.wo")
-    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(holder.mlp, nnx.Param))
-    for rows, expected in wanted.items():
-        np.testing.assert_allclose(holder.mlp(mlp_rows(rows)), expected, rtol=2e-5, atol=2e-6)
-        text = jax.jit(lambda x: holder.mlp(x)).lower(mlp_rows(rows)).compile().as_text()
-        assert len(custom_calls(text, GATED_MLP_TARGET)) == (rows <= ROWS)
-        assert not custom_calls(text, PRODUCT_TARGET)
-
-
-def test_a_gated_mlp_computes_live_rows_only() -> None:
-    holder = HolderOfMlp(mlp_of())
-    bind_products(holder, NATIVE, step_of(2))
-    got = np.asarray(holder.mlp(mlp_rows(4)))[0]
-    bind = HolderOfMlp(mlp_of())
-    bind_products(bind, NATIVE, step_of(4))
-    np.testing.assert_array_equal(got[:2], np.asarray(bind.mlp(mlp_rows(4)))[0, :2])
-    assert not got[2:].any()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"activations": ("relu", "linear")}, {"activations": ("silu",)}, {"use_bias": True}, {"use_pre_norm": True}],
-)
-def test_an_mlp_of_another_kind_stays_maxtexts_with_its_layers_bound(options: dict[str, Any]) -> None:
-    holder = HolderOfMlp(mlp_of(**options))
-    wanted = holder.mlp(mlp_rows(3))
-    bind_products(holder, NATIVE, step_of(99))
-    assert type(holder.mlp) is MlpBlock
-    np.testing.assert_allclose(holder.mlp(mlp_rows(3)), wanted, rtol=2e-5, atol=2e-6)
-
-
-def mlp_rows(count: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(count), (1, count, 24))

@@ -74,9 +74,8 @@ struct Kernels {
   void (*merge)(const Call&, const Item&, const float* partials, int64_t count);
   // Sum of `count` floats: how fast one core can read, for benchmarks to compare with.
   float (*read)(const float* from, int64_t count);
-  // Columns [first, end) of a matrix product, and of what a gated MLP makes of two (products.cc).
+  // Columns [first, end) of a matrix product (products.cc).
   void (*product)(const Product&, int64_t first, int64_t end);
-  void (*gate)(const Gate&, int64_t first, int64_t end);
   const char* name;
 };
 

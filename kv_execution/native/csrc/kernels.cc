@@ -22,7 +22,6 @@ namespace paged {
 namespace PAGED_ISA {
 
 void product(const Product& product, int64_t first, int64_t end);  // products.cc
-void gate(const Gate& gate, int64_t first, int64_t end);           // products.cc
 
 namespace {
 
@@ -554,7 +553,7 @@ float read(const float* from, int64_t count) {
 }  // namespace
 
 extern const Kernels kernels;
-const Kernels kernels = {decode, tile, merge, read, product, gate, PAGED_NAME(PAGED_ISA)};
+const Kernels kernels = {decode, tile, merge, read, product, PAGED_NAME(PAGED_ISA)};
 
 }  // namespace PAGED_ISA
 }  // namespace paged

@@ -25,7 +25,6 @@ namespace paged {
 namespace PAGED_ISA {
 
 void product(const Product& product, int64_t first, int64_t end);
-void gate(const Gate& gate, int64_t first, int64_t end);
 
 namespace {
 
@@ -263,45 +262,7 @@ void any_columns_of(const Product& product, int64_t first, int64_t end) {
   product.rows < kManyRows ? columns_of<Element>(product, first, end) : columns_of_many<Element>(product, first, end);
 }
 
-// 1 / (1 + exp(-x)), by exp of what is never above 0: no digit is lost on either side.
-PAGED_INLINE Vec sigmoid(Vec x) {
-  const Int negative = x < 0.0f;
-  const Vec power = exp_of(select(negative, x, -x));
-  return select(negative, power, splat(1.0f)) / (power + 1.0f);
-}
-
-PAGED_INLINE Vec silu(Vec x) { return x * sigmoid(x); }
-
-// x * (1 + tanh(inner)) / 2, the same number.
-PAGED_INLINE Vec gelu(Vec x) { return x * sigmoid((x + x * x * x * 0.044715f) * (2.0f * 0.7978845608028654f)); }
-
-template <Activation kActivation>
-PAGED_INLINE Vec gated(Vec x, Vec factor) {
-  return (kActivation == Activation::kSilu ? silu(x) : gelu(x)) * factor;
-}
-
-template <Activation kActivation>
-void gate_columns(const Gate& gate, int64_t first, int64_t end) {
-  const int64_t whole = first + (end - first) / kLanes * kLanes;
-  for (int64_t r = 0; r < gate.rows; r++) {
-    float* const y = gate.y + r * gate.columns;
-    const float* const factors = gate.factors + r * gate.columns;
-    for (int64_t c = first; c < whole; c += kLanes) store(y + c, gated<kActivation>(load(y + c), load(factors + c)));
-    if (whole < end)
-      store_part(y + whole,
-                 gated<kActivation>(load_part(y + whole, end - whole), load_part(factors + whole, end - whole)),
-                 end - whole);
-  }
-}
-
 }  // namespace
-
-void gate(const Gate& gate, int64_t first, int64_t end) {
-  if (gate.activation == Activation::kSilu)
-    gate_columns<Activation::kSilu>(gate, first, end);
-  else
-    gate_columns<Activation::kGelu>(gate, first, end);
-}
 
 void product(const Product& product, int64_t first, int64_t end) {
   if (product.weights_are_bfloat16)

@@ -19,17 +19,6 @@ struct Product {
   int64_t rows, depth, columns;
 };
 
-// What becomes of the two products of a gated MLP.
-enum class Activation : int64_t { kSilu = 0, kGelu = 1 };  // gelu: its tanh form
-
-// y = activation(y) * factors, in place.
-struct Gate {
-  float* y;              // [rows, columns]
-  const float* factors;  // [rows, columns]
-  int64_t rows, columns;
-  Activation activation;
-};
-
 // Threads take columns in multiples of so many.
 constexpr int64_t kProductColumns = 16;
 
