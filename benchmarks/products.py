@@ -15,19 +15,19 @@ Leaves with status 1 if an arm's products were not computed by the kernel it nam
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import records
 from benchmarks.attention import bandwidth, machine
+from benchmarks.records import Figure, WrongPath
 from kv_execution.attention.native import native_threads
 from kv_execution.products import native_product, num_native_products
 
@@ -77,21 +77,15 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """All products of one step, one way. ``spread`` is (90th - 10th percentile) / median of the passes."""
+    """All products of one step, one way; rates are those of the median pass."""
 
     model: str
     rows: int
     arm: str
-    passes: int
-    milliseconds: float
-    spread: float
+    milliseconds: Figure
     gigabytes_per_second: float
     share_of_read_bandwidth: float
     gigaflops_per_second: float
-
-
-class WrongKernel(Exception):
-    """An arm's products were not computed by the kernel it names."""
 
 
 def step_of(product: Product, model: Model) -> Callable[..., jax.Array]:
@@ -127,7 +121,7 @@ def measure(name: str, rows: Sequence[int], *, half: bool, passes: int, seed: in
     """Time every arm at each number of rows, arms in turn.
 
     Raises:
-      WrongKernel: an arm did not run what it is named after, or computed something else than the others.
+      WrongPath: an arm did not run what it is named after, or computed something else than the others.
     """
     model = MODELS[name]
     float32 = weights_of(model, seed)
@@ -141,7 +135,7 @@ def measure(name: str, rows: Sequence[int], *, half: bool, passes: int, seed: in
         results = {arm: np.asarray(steps[arm](x, *weights[arm])) for arm in weights}
         for arm, result in results.items():
             if not np.allclose(result, results["xla"], rtol=0, atol=1e-4 * np.abs(results["xla"]).max()):
-                raise WrongKernel(f"{arm}, {count} rows: another result than xla's")
+                raise WrongPath(f"{arm}, {count} rows: another result than xla's")
         seconds: dict[str, list[float]] = {arm: [] for arm in weights}
         for _ in range(passes):
             for arm, step in steps.items():
@@ -151,20 +145,18 @@ def measure(name: str, rows: Sequence[int], *, half: bool, passes: int, seed: in
                 seconds[arm].append(time.perf_counter() - start)
                 ran, wanted = num_native_products() - before, 0 if arm == "xla" else model.num_products
                 if ran != wanted:
-                    raise WrongKernel(f"{arm}, {count} rows: {ran} native products in a step, not {wanted}")
+                    raise WrongPath(f"{arm}, {count} rows: {ran} native products in a step, not {wanted}")
         readable = bandwidth(threads, seconds=0.3)
         for arm, times in seconds.items():
-            middle = median(times)
-            low, high = np.percentile(times, [10, 90])
+            figure = records.figure([1e3 * one for one in times])
+            middle = figure.median / 1e3
             rate = model.num_weights * (2 if arm.endswith("bfloat16") else 4) / middle / 1e9
             cells.append(
                 Cell(
                     model=name,
                     rows=count,
                     arm=arm,
-                    passes=passes,
-                    milliseconds=middle * 1e3,
-                    spread=float((high - low) / middle),
+                    milliseconds=figure,
                     gigabytes_per_second=rate,
                     share_of_read_bandwidth=rate / readable,
                     gigaflops_per_second=2 * model.num_weights * count / middle / 1e9,
@@ -185,24 +177,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         cells = measure(options.model, options.rows, half=options.half, passes=options.passes, seed=options.seed)
-    except WrongKernel as error:
+    except WrongPath as error:
         print(f"benchmarks.products: {error}", file=sys.stderr)
         return 1
-    print(f"{'model':14}{'rows':>5}  {'arm':16}{'ms':>8}{'spread':>8}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>9}")
+    print(f"{'model':14}{'rows':>5}  {'arm':16}{'ms':>9}{'spread':>8}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>9}")
     for cell in cells:
+        taken, doubt = cell.milliseconds, "" if cell.milliseconds.reportable else "?"
         print(
-            f"{cell.model:14}{cell.rows:5}  {cell.arm:16}{cell.milliseconds:8.2f}{cell.spread:8.2f}"
+            f"{cell.model:14}{cell.rows:5}  {cell.arm:16}{taken.median:8.2f}{doubt:1}{taken.spread:8.2f}"
             f"{cell.gigabytes_per_second:8.2f}{cell.share_of_read_bandwidth:9.0%}{cell.gigaflops_per_second:9.1f}"
         )
-    if options.json:
-        record = {
-            "machine": machine(),
-            "threads": native_threads(),
-            "seed": options.seed,
-            "cells": [asdict(cell) for cell in cells],
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    environment = records.environment(options.seed)
+    records.write(
+        options.json,
+        {"environment": environment, "machine": machine(), "threads": native_threads(), "cells": cells},
+    )
     return 0
 
 
