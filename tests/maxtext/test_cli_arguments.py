@@ -13,6 +13,7 @@ import pytest
 from maxtext_paged.__main__ import main
 from maxtext_paged.cli import CommandError, ExitCode, parse
 from maxtext_paged.cli import convert as convert_command
+from maxtext_paged.cli.checking import check
 from maxtext_paged.cli.files import check_paths, open_input
 from maxtext_paged.cli.output import claim_output
 from maxtext_paged.report.counts import JobCounts
@@ -257,3 +258,8 @@ def test_the_published_configuration_lists_every_paged_option_with_its_default()
     ours = {key: value for key, value in listed.items() if key.startswith("paged_")}
     assert PagedOptions.checked(ours) == PagedOptions()
     assert set(ours) == set(PagedOptions.model_fields)
+
+
+def test_an_input_without_rows_is_said_to_have_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("empty.jsonl", list).num_rows == 0
+    assert capsys.readouterr().err == "maxtext-paged: empty.jsonl has no rows: there is nothing to run\n"
