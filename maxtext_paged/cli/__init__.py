@@ -8,6 +8,7 @@ May import: the standard library, kv_common; subcommands when they run.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 import traceback
@@ -76,7 +77,15 @@ def _replicas(text: str) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        # argparse names key=value among what is missing: it counts as given only once CONFIG.yml stands before it.
+        message = message.replace(" key=value,", "").removesuffix(", key=value")
         raise CommandError(f"{message} (see `{self.prog} --help`)")
+
+    def unrecognized(self, words: Sequence[str]) -> NoReturn:
+        """Refuse words that are no arguments, with the option that the first was likely meant to be."""
+        near = difflib.get_close_matches(words[0].partition("=")[0], self._option_string_actions, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 
 _EXIT_CODES = """\
@@ -97,7 +106,7 @@ exit codes:
 _OVERRIDES = "MaxText's options and this package's paged_* ones; they win over CONFIG.yml"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> _Parser:
     """The arguments of all subcommands."""
     parser = _Parser(
         prog=PROGRAM,
@@ -242,6 +251,16 @@ where the output's name ends in .parquet, written (docs/files.md).
     return parser
 
 
+def _of_command(parser: _Parser, command: str | None) -> _Parser:
+    """The parser of a subcommand; ``parser`` itself where none was named."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and command is not None:
+            chosen = action.choices[command]
+            assert isinstance(chosen, _Parser)
+            return chosen
+    return parser
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, with ``key=value`` allowed between and behind options.
 
@@ -253,7 +272,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, extra = parser.parse_known_args(argv)
     unknown = [word for word in extra if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        _of_command(parser, arguments.command).unrecognized(unknown)
     if extra:
         arguments.overrides += extra
     arguments.words = list(sys.argv[1:] if argv is None else argv)

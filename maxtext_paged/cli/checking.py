@@ -53,6 +53,8 @@ def check(
         num_bad += isinstance(row, BadRow)
     repeated = ids.repeated()
     checked = Checked(len(ids), ids, repeated)
+    if not len(ids):
+        say(f"{name} has no rows: there is nothing to run")
     if not num_bad and not repeated.lines and judge is None:
         return checked
     num_bad = 0

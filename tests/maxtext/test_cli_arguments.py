@@ -13,6 +13,7 @@ import pytest
 from maxtext_paged.__main__ import main
 from maxtext_paged.cli import CommandError, ExitCode, parse
 from maxtext_paged.cli import convert as convert_command
+from maxtext_paged.cli.checking import check
 from maxtext_paged.cli.files import check_paths, open_input
 from maxtext_paged.cli.output import claim_output
 from maxtext_paged.report.counts import JobCounts
@@ -74,6 +75,34 @@ def test_a_usage_error_is_one_line_and_exit_code_2_and_touches_nothing(
     [line] = err.splitlines()
     assert line.startswith("maxtext-paged: error: ") and says in line
     assert {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("generate c.yml -i i -o o --resum", "--resum; did you mean --resume? (see `maxtext-paged generate --help`)"),
+        ("generate c.yml -i i -o o --metric-file=m", "; did you mean --metrics-file?"),
+        ("verify o --smaple 3", "did you mean --sample? (see `maxtext-paged verify --help`)"),
+        ("--verison", "did you mean --version? (see `maxtext-paged --help`)"),
+    ],
+)
+def test_a_misspelt_option_names_the_likely_one_and_the_help_of_its_command(words: str, says: str) -> None:
+    with pytest.raises(CommandError) as refusal:
+        parse(words.split())
+    assert says in str(refusal.value)
+
+
+def test_an_option_like_no_other_gets_no_guess() -> None:
+    with pytest.raises(CommandError) as refusal:
+        parse(["generate", "c.yml", "-i", "i", "-o", "o", "--frob"])
+    assert "did you mean" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("words", ["generate", "plan", "generate -i i", "verify"])
+def test_what_may_be_left_out_is_not_called_missing(words: str) -> None:
+    with pytest.raises(CommandError) as refusal:
+        parse(words.split())
+    assert "required: " in str(refusal.value) and "key=value" not in str(refusal.value)
 
 
 def test_an_input_that_is_piped_from_the_output_file_is_refused_too(place: Path) -> None:
@@ -229,3 +258,8 @@ def test_the_published_configuration_lists_every_paged_option_with_its_default()
     ours = {key: value for key, value in listed.items() if key.startswith("paged_")}
     assert PagedOptions.checked(ours) == PagedOptions()
     assert set(ours) == set(PagedOptions.model_fields)
+
+
+def test_an_input_without_rows_is_said_to_have_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("empty.jsonl", list).num_rows == 0
+    assert capsys.readouterr().err == "maxtext-paged: empty.jsonl has no rows: there is nothing to run\n"
