@@ -141,12 +141,16 @@ def test_what_it_shows_cannot_be_written_through():
     assert pool.allocate(2).tolist() == [0, 1]
 
 
-@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("afrs"), st.lists(st.integers(-1, 12), max_size=5))))
+@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("aafrsFFRR"), st.lists(st.integers(-1, 12), max_size=5))))
 def test_every_page_is_free_or_held_after_any_calls(num_pages, calls):
+    """Capital letters name held pages only, so that pages of several holders come up."""
     pool = PageAllocator(num_pages)
     holds = dict.fromkeys(range(num_pages), 0)  # the model: holders per page
     dirty: set[int] = set()
     for call, pages in calls:
+        if call in "FR":
+            held = [page for page, holders in holds.items() if holders]
+            call, pages = call.lower(), [held[i % len(held)] for i in pages if held]
         legal = all(0 <= page < num_pages for page in pages)
         if call == "a":
             got = pool.allocate(len(pages))

@@ -308,12 +308,17 @@ def test_a_preempted_request_resumes_behind_its_own_pages_at_the_right_positions
 
 
 def test_preemption_publishes_nothing():
+    """The step that fills the second page is under way: nobody knows yet what it brought."""
     loop = cached_loop()
     first, victim = request_of(0, [1, 2], max_tokens=9), request_of(1, tokens_of((2, 7)), max_tokens=9)
     loop.scheduler.submit(first), loop.scheduler.submit(victim)
-    loop.step_until(lambda: victim.num_generated == 3)
+    loop.step_until(lambda: victim.num_generated == 1)
     before = loop.engine.control.prefix_index.num_nodes
-    loop.scheduler.preempt_newest()
+    assert (victim.num_computed, before) == (7, 1)
+    plan = loop.engine.run(loop.scheduler.slices(loop.scheduler.schedule()))
+    loop.scheduler.advance(plan.slices)
+    assert victim.num_computed == 8
+    assert loop.scheduler.preempt_newest() is victim
     assert loop.engine.control.prefix_index.num_nodes == before
 
 

@@ -101,7 +101,14 @@ def test_recycled_pages_carry_nothing_over() -> None:
     driver = make_driver(num_pages=5)
     run_all(driver, requests_of([(16, 4)]))
     [request] = requests_of([(1, 6)], seed=1)
-    run_all(driver, [request])
+    driver.submit(request)
+    driver.step()
+    control = driver.runtime.control
+    pages, written = control.page_map.pages(request.handle), control.num_written(request.handle)
+    for pool in driver.runtime.pools.values():
+        slots = np.asarray(pool)[pages].reshape(-1)
+        assert slots[:written].all() and not slots[written:].any(), "zeros behind what it wrote itself"
+    run_all(driver, [])
     assert_as_alone([request])
     assert driver.runtime.metrics().num_scrubbed_pages > 0
 

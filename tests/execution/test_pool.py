@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 
 from kv_common.errors import ConfigError
 from kv_common.layout import KvStorageLayoutV1
+from kv_execution import pool as pool_module
 from kv_execution.compile_events import CompileCounter
 from kv_execution.pool import PAGE_RUNGS, Scrubber, create_pools, create_zeroed, pool_dtype, pool_struct
 from kv_execution.sharding import kv_pool_sharding
@@ -148,11 +149,13 @@ def test_pools_are_born_sharded_and_scrubbed_where_they_are():
 def test_creating_a_sharded_pool_never_holds_it_whole():
     mesh = jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
     layout = KvStorageLayoutV1(1, NUM_PAGES, 2, num_kv_heads=8, head_dim=4, dtype="float32", head_shards=8)
-    struct = pool_struct(layout, kv_pool_sharding(mesh, layout, ("tensor",)))
-    program = jax.jit(lambda: jnp.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)
+    sharding = kv_pool_sharding(mesh, layout, ("tensor",))
+    struct = pool_struct(layout, sharding)
+    program = pool_module._zeros_maker(((struct.shape, struct.dtype, struct.sharding),))  # what `create_pools` runs
     memory = program.lower().compile().memory_analysis()
     whole = layout.num_pages * 2 * 8 * 4 * 4
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes <= whole // 8
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(create_pools(layout, sharding)))
 
 
 @pytest.mark.multi_device

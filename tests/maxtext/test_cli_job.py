@@ -262,6 +262,8 @@ def test_stderr_says_each_choice_once_and_nothing_of_upstream(mixed: MixedJob) -
     assert [line for line in messages if not line.startswith("maxtext-paged: ")] == []
     for start in ("KV pool: 64 pages of 4 tokens", "paged attention backend: ", "compiled programs are kept in "):
         assert sum(line.startswith(f"maxtext-paged: {start}") for line in messages) == 1
+    [pool] = [line for line in messages if "KV pool: " in line]
+    assert "MiB a device" in pool and pool.endswith("(paged_num_pages=64)")
     assert f"maxtext-paged: end tokens: [{IM_END}]" in messages
 
 

@@ -38,6 +38,9 @@ def test_it_is_a_drop_in(offline_engine: OfflineEngine) -> None:
     assert isinstance(offline_engine, maxtext.OfflineEngine)
     [output] = offline_engine.batch_inference([PROMPTS[0]], max_tokens=1)
     assert isinstance(output, maxtext.CompletionOutput) and isinstance(output, CompletionOutput)
+    assert output.index == "0" and output.prompt_length == len(PROMPTS[0])
+    assert output.token_ids[: output.prompt_length].tolist() == PROMPTS[0].tolist()
+    assert len(output.token_ids) == len(output.logprobs) == output.prompt_length + 1
     assert offline_engine.worker.session is offline_engine.session
     assert offline_engine.mesh.size == 1
 
